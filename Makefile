@@ -1,0 +1,48 @@
+# Each target sets itself up: .venv, installation, run.
+SHELL := /bin/sh
+PY := .venv/bin/python
+PYTEST := $(PY) -m pytest
+JOBS ?= 2
+
+.PHONY: demo test test-new lint peers nightly notebooks notebooks-check clean
+
+demo:
+	@tools/setup.sh train
+	$(PY) -m train demo
+
+test:
+	@tools/setup.sh dev
+	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not nightly"
+
+lint:
+	@tools/setup.sh dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+# The tests marked `fast` on the newer JAX, where a Python 3.12 or newer is found.
+test-new:
+	@python=$$(tools/find_python.sh); \
+	if [ -z "$$python" ]; then echo "test-new: skipped, no Python 3.12 or newer found"; \
+	else tools/setup.sh test .venv-new "$$python" && .venv-new/bin/python -m pytest -n $(JOBS) --dist loadgroup -m "fast and not nightly"; fi
+
+# Comparisons with PyTorch; only a CPU build of the named release is taken.
+peers:
+	@tools/setup.sh dev
+	@tools/install_torch.sh
+	$(PYTEST) tests/peers
+
+nightly:
+	@tools/setup.sh dev
+	$(PYTEST) -n $(JOBS) --dist loadgroup
+
+notebooks:
+	@tools/setup.sh dev
+	$(PY) tools/run_notebooks.py --write
+
+notebooks-check:
+	@tools/setup.sh dev
+	$(PY) tools/run_notebooks.py
+
+clean:
+	rm -rf .venv .venv-new .cache runs build dist

@@ -1,0 +1,1 @@
+"""Normalization for JAX: accurate, synchronised across devices, drop-in for Flax."""

@@ -1,0 +1,1 @@
+"""A model of an Ascend AI Core that runs Pallas-style tile kernels."""
