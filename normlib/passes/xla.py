@@ -64,12 +64,15 @@ def _sum_by_halving(t: Array, axis: int) -> Array:
 
 
 def sums(x, k, *, axes, where, batch_invariant=False):
-    """See `normlib.passes.Pass.sums`; x of any shape."""
-    x, k = own_copy(x, k)
-    d = wide(x) if k is None else wide(x) - k
-    if where is not None:
-        d = jnp.where(where, d, 0)
-    return _sum(d, axes, batch_invariant), _sum(abs_squared(d), axes, batch_invariant)
+    """See `normlib.passes.Pass.sums`; x of any shape. Two reductions, each of its own copy (see above)."""
+
+    def term(power, x, k):
+        d = wide(x) if k is None else wide(x) - k
+        d = d if where is None else jnp.where(where, d, 0)
+        return _sum(power(d), axes, batch_invariant)
+
+    first = own_copy(x, k)
+    return term(lambda d: d, *first), term(abs_squared, *own_copy(*first))
 
 
 def moments(x, *, axes, where, batch_invariant=False):
@@ -101,14 +104,19 @@ def apply(x, mean, low, rstd, scale, bias, *, where=None):
 
 
 def grad_sums(x, dy, mean, low, rstd, weight, *, axes, where):
-    """See `normlib.passes.Pass.grad_sums`; x of any shape."""
-    x, dy, mean, low, rstd, weight = own_copy(x, dy, mean, low, rstd, weight)
-    g = wide(dy) if weight is None else wide(dy) * weight
-    xc = centred(x, mean, low)
+    """See `normlib.passes.Pass.grad_sums`; x of any shape. Two reductions, each of its own copy."""
+
+    def weighted(dy, weight):
+        return wide(dy) if weight is None else wide(dy) * weight
+
+    first = own_copy(dy, weight)
+    plain = jnp.sum(weighted(*first), axes, keepdims=True)
+    dy, weight, x, mean, low, rstd = own_copy(*first, x, mean, low, rstd)
+    g, xc = weighted(dy, weight), centred(x, mean, low)
     if where is not None:
         # an unmeasured entry that sends a cotangent keeps its xhat
         xc = jnp.where((where | (g != 0)) & (rstd != 0), xc, 0)
-    return jnp.sum(g, axes, keepdims=True), jnp.sum(g * (xc * rstd), axes, keepdims=True)
+    return plain, jnp.sum(g * (xc * rstd), axes, keepdims=True)
 
 
 def grad_apply(x, dy, mean, low, rstd, weight, c1, c0, *, where):
