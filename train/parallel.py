@@ -1,8 +1,8 @@
 """One training step in three ways of running it on several devices, each with its one right gradient recipe.
 
 The state has the same layout in all of them: parameters and optimizer state once, running statistics with a leading
-axis of `copies` (one per device where devices may disagree, as with local batch norm; one where a single program sees the
-whole batch).
+axis of `copies`: one per device where devices may disagree, as with local batch norm; one where a single program sees
+the whole batch.
 """
 
 from __future__ import annotations
