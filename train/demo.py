@@ -35,8 +35,7 @@ def run(config: Demo, *, console: Console) -> list[dict[str, Any]]:
     config.out.mkdir(parents=True, exist_ok=True)
     where = f"{config.devices} devices × {config.rows_per_device} rows"
     console.print(
-        f"Digits, {where}: {len(data.train_labels):,} training rows, {config.epochs} epochs of "
-        f"{jobs[0].batches.steps_per_epoch} steps, with four norms.",
+        f"Digits on {where}: {config.epochs} epochs of {jobs[0].batches.steps_per_epoch} steps, with four norms.",
         highlight=False,
     )
     summaries: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
 """Errors that a person can act on: the command line prints them without a traceback."""
 
 
-class UserError(ValueError):
+class UserError(Exception):
     """Something the user gave cannot be used: an argument, a file or a directory."""
 
 

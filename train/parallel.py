@@ -62,7 +62,7 @@ def make_mesh(devices: int | None = None) -> Mesh:
         if devices < 1:
             raise ConfigError(f"`devices` is {devices}; expected at least 1.")
         with contextlib.suppress(RuntimeError):  # JAX has started: its devices are what they are, and counted below
-            jax.config.update("jax_num_cpu_devices", devices)
+            jax.config.update("jax_num_cpu_devices", max(devices, jax.config.jax_num_cpu_devices))
     found = jax.devices()
     if devices is not None and len(found) < devices and found[0].platform != "cpu":
         found = jax.devices("cpu")

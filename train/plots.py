@@ -52,8 +52,14 @@ def plot_curves(records: Sequence[Mapping[str, Any]], path: Path, *, title: str)
                 )
             axes.set_title(heading, pad=10)
             axes.set_xlabel("epoch")
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            values = [record[key] for record in epochs]
+            least = min((value for value in values if value > 0), default=1.0)
+            if min(values) > 0:
+                axes.set_yscale("log")
+                axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            else:  # no error at all has no logarithm: linear from 0 to the least error that there is
+                axes.set_yscale("symlog", linthresh=least)
+                axes.set_ylim(bottom=0)
             axes.yaxis.set_minor_locator(ticker.NullLocator())
             axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
             axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
