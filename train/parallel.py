@@ -61,8 +61,9 @@ def make_mesh(devices: int | None = None) -> Mesh:
     if devices is not None:
         if devices < 1:
             raise ConfigError(f"`devices` is {devices}; expected at least 1.")
+        configured = getattr(jax.config, "jax_num_cpu_devices", -1)  # -1: not set
         with contextlib.suppress(RuntimeError):  # JAX has started: its devices are what they are, and counted below
-            jax.config.update("jax_num_cpu_devices", max(devices, jax.config.jax_num_cpu_devices))
+            jax.config.update("jax_num_cpu_devices", max(devices, configured))
     found = jax.devices()
     if devices is not None and len(found) < devices and found[0].platform != "cpu":
         found = jax.devices("cpu")
