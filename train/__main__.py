@@ -11,12 +11,14 @@ from rich.markup import escape
 
 from train import classify, demo
 from train.config import Classify, Demo
+from train.display import say
 from train.errors import UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 2 for bad input, 130 if interrupted."""
     console, complaints = Console(), Console(stderr=True)
+    config: Classify | Demo | None = None
     try:
         config = tyro.extras.subcommand_cli_from_dict(
             {"classify": Classify, "demo": Demo},
@@ -28,17 +30,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             demo.run(config, console=console)
         else:
             summary = classify.run(config, console=console)
-            console.print(
+            say(
+                console,
                 f"Test error {summary['test_error']:.2f} % after {summary['seconds']:.1f} s; written to {config.out}.",
-                highlight=False,
             )
     except UserError as error:
         complaints.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
-        complaints.print(
-            "Interrupted. The same command with --resume continues from the latest checkpoint.", highlight=False
-        )
+        hint = " The same command with --resume continues from the latest checkpoint."
+        say(complaints, "Interrupted." + (hint if isinstance(config, Classify) else ""))
         return 130
     return 0
 

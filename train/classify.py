@@ -22,7 +22,7 @@ from train.batches import Batches
 from train.checkpoint import Checkpoints
 from train.config import Classify
 from train.data import Dataset, load
-from train.display import Display
+from train.display import Display, say
 from train.errors import ConfigError
 from train.log import Log, read, write_atomically
 from train.loop import NO_TOTALS, EpochReport, Report, Totals, fit, make_evaluate
@@ -189,8 +189,8 @@ def run(config: Classify, *, console: Console) -> dict[str, Any]:
         resumed = checkpoints.latest()
         if resumed is not None:
             state, totals = checkpoints.restore(state)
-            console.print(f"Continuing {config.out} after step {resumed} of {job.total_steps}.", highlight=False)
-        console.print(describe(job), highlight=False)
+            say(console, f"Continuing {config.out} after step {resumed} of {job.total_steps}.")
+        say(console, describe(job))
         with Log(log_path, fixed={"norm": config.norm}, resume_step=resumed) as log, Display(console) as display:
             if resumed is None:
                 log.write("start", **header(job, collectives))
@@ -212,8 +212,7 @@ def claim(config: Classify) -> None:
         is not a directory.
     """
     out, settings = config.out, config.out / "config.json"
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"`out`: {out} is a file; give a directory.")
+    make_directory(out)
     if settings.exists():
         if config.resume:
             config.check_same_run(settings.read_text(encoding="utf-8"), source=settings)
@@ -221,8 +220,19 @@ def claim(config: Classify) -> None:
             raise ConfigError(f"`out`: {out} holds an earlier run; give `--resume`, `--overwrite` or another `--out`.")
     if not config.resume:
         clear(out)
-    out.mkdir(parents=True, exist_ok=True)
     write_atomically(settings, config.to_json())
+
+
+def make_directory(out: Path) -> None:
+    """Create `out` and its parents.
+
+    Raises:
+      ConfigError: it, or a parent, is a file or cannot be written.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"`out`: {out} cannot be made a directory: {error}.") from error
 
 
 def clear(out: Path, names: tuple[str, ...] = _OUTPUTS) -> None:

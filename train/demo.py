@@ -9,11 +9,10 @@ from typing import Any
 from rich.console import Console
 
 from train.checkpoint import Checkpoints
-from train.classify import claim, clear, header, prepare, statistics_collectives, train
+from train.classify import claim, clear, header, make_directory, prepare, statistics_collectives, train
 from train.config import Demo
 from train.data import load_digits
-from train.display import Display, summary_table
-from train.errors import ConfigError
+from train.display import Display, say, summary_table
 from train.log import Log, read, write_atomically
 from train.plots import plot_curves
 
@@ -27,16 +26,14 @@ def run(config: Demo, *, console: Console) -> list[dict[str, Any]]:
     Raises:
       UserError: before anything is written.
     """
-    if config.out.exists() and not config.out.is_dir():
-        raise ConfigError(f"`out`: {config.out} is a file; give a directory.")
     data = load_digits()
     jobs = [prepare(settings, data=data) for settings in config.runs()]
+    make_directory(config.out)
     clear(config.out, ("metrics.jsonl", "summary.json", "curves.png"))
-    config.out.mkdir(parents=True, exist_ok=True)
     where = f"{config.devices} devices × {config.rows_per_device} rows"
-    console.print(
+    say(
+        console,
         f"Digits on {where}: {config.epochs} epochs of {jobs[0].batches.steps_per_epoch} steps, with four norms.",
-        highlight=False,
     )
     summaries: list[dict[str, Any]] = []
     log_path = config.out / "metrics.jsonl"
@@ -59,5 +56,5 @@ def run(config: Demo, *, console: Console) -> list[dict[str, Any]]:
     title = f"Digits, 3×128 MLP, {where}, {config.epochs} epochs"
     plot_curves(read(log_path), config.out / "curves.png", title=title)
     console.print(summary_table(summaries, title=title))
-    console.print(f"Written to {config.out}: summary.json, metrics.jsonl, curves.png.", highlight=False)
+    say(console, f"Written to {config.out}: summary.json, metrics.jsonl, curves.png.")
     return summaries

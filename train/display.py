@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from train.loop import EpochReport, Report
@@ -18,6 +18,11 @@ NAMES = {
     "group_norm": "GroupNorm",
     "layer_norm": "LayerNorm",
 }
+
+
+def say(console: Console, text: str) -> None:
+    """Print a line of prose as it is: unbroken, numbers and brackets of paths left alone."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 class Display:
@@ -33,12 +38,10 @@ class Display:
             TextColumn("[bold]{task.description:<9}"),
             BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:6.3f}"),
-            TextColumn("accuracy {task.fields[accuracy]:4.0%}"),
-            TextColumn("[magenta]{task.fields[speed]:>13}"),
-            TimeElapsedColumn(),
+            TextColumn("{task.fields[state]}"),
+            TextColumn("[magenta]{task.fields[speed]:>12}"),
             TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=False),
+            TimeRemainingColumn(),
             console=console,
             expand=True,
             disable=not console.is_terminal,
@@ -54,9 +57,8 @@ class Display:
 
     def begin(self, norm: str, *, steps: int, done: int = 0) -> None:
         """A new line of progress, for `steps` steps of which `done` are done."""
-        self._task = self._progress.add_task(
-            NAMES.get(norm, norm), total=steps, completed=done, loss=float("nan"), accuracy=0.0, speed=""
-        )
+        state = f"{'compiling …':<24}"  # as wide as what follows
+        self._task = self._progress.add_task(NAMES.get(norm, norm), total=steps, completed=done, state=state, speed="")
         self._fresh = True
 
     def step(self, report: Report) -> None:
@@ -66,15 +68,16 @@ class Display:
         self._loss = keep * self._loss + (1 - keep) * report.loss
         self._accuracy = keep * self._accuracy + (1 - keep) * report.accuracy
         speed = f"{report.rows_per_second:,.0f} rows/s" if report.rows_per_second else ""
-        self._progress.update(self._task, completed=report.step, loss=self._loss, accuracy=self._accuracy, speed=speed)
+        state = f"loss {self._loss:6.3f} accuracy {self._accuracy:4.0%}"
+        self._progress.update(self._task, completed=report.step, state=state, speed=speed)
 
     def epoch(self, report: EpochReport, *, epochs: int) -> None:
         """One line for a finished epoch."""
-        self.console.print(
-            f"epoch {report.epoch:>{len(str(epochs))}}/{epochs}   train loss {report.train_loss:.3f}"
-            f"   train error {report.train_error:6.2%}   test loss {report.test_loss:.3f}"
-            f"   [bold]test error {report.test_error:6.2%}[/bold]",
-            highlight=False,
+        say(
+            self.console,
+            f"epoch {report.epoch:>{len(str(epochs))}}/{epochs}"
+            f"   train loss {report.train_loss:.3f}, error {100 * report.train_error:5.2f} %"
+            f"   test loss {report.test_loss:.3f}, error {100 * report.test_error:5.2f} %",
         )
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from train.errors import UserError
 
 
 class Log:
@@ -33,16 +36,32 @@ class Log:
 
     def write(self, event: str, **values: Any) -> None:
         """Add a record."""
-        self._file.write(json.dumps({"event": event, **self.fixed, **values}) + "\n")
+        record = {"event": event, **self.fixed, **values}
+        self._file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
         self._file.flush()
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of a log; a last line without its end is left out, and so is a file that is not there."""
+    """The records of a log; a last line without its end is left out, and so is a file that is not there.
+
+    Raises:
+      UserError: naming the line that is not JSON.
+    """
     if not path.exists():
         return []
     whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    records = []
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}: line {number} is not JSON: {error}.") from error
+    return records
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: a loss that has diverged becomes null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_atomically(path: Path, text: str) -> None:

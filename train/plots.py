@@ -26,10 +26,13 @@ def plot_curves(records: Sequence[Mapping[str, Any]], path: Path, *, title: str)
     """Training loss and test error over the epochs, a line per norm, written to `path` as a picture.
 
     Args:
-      records: of a log; those with event `epoch` and the fields norm, epoch, train_loss, test_error are drawn.
+      records: of a log. Those with event `epoch` and the fields norm, epoch, train_loss and test_error are drawn; those
+        with event `start` tell the rows that share statistics.
     """
     epochs = [record for record in records if record["event"] == "epoch"]
     norms = list(dict.fromkeys(record["norm"] for record in epochs))
+    spans = {record["norm"]: record.get("bn_span") for record in records if record["event"] == "start"}
+    labels = {norm: NAMES.get(norm, norm) + (f" ({spans[norm]} rows)" if spans.get(norm) else "") for norm in norms}
     style: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(10, 4.4), dpi=150, layout="constrained")  # a Figure of its own needs no display
@@ -39,7 +42,7 @@ def plot_curves(records: Sequence[Mapping[str, Any]], path: Path, *, title: str)
             (error_axes, "test_error", "Test error, %"),
         ):
             for norm in norms:
-                points = [record for record in epochs if record["norm"] == norm]
+                points = [record for record in epochs if record["norm"] == norm and record[key] is not None]
                 axes.plot(
                     [record["epoch"] for record in points],
                     [record[key] for record in points],
@@ -47,14 +50,14 @@ def plot_curves(records: Sequence[Mapping[str, Any]], path: Path, *, title: str)
                     marker=_MARKS.get(norm, "o"),
                     markersize=5,
                     linewidth=2,
-                    label=NAMES.get(norm, norm),
+                    label=labels[norm],
                     clip_on=False,
                 )
             axes.set_title(heading, pad=10)
             axes.set_xlabel("epoch")
-            values = [record[key] for record in epochs]
+            values = [record[key] for record in epochs if record[key] is not None]  # null: diverged
             least = min((value for value in values if value > 0), default=1.0)
-            if min(values) > 0:
+            if min(values, default=1.0) > 0:
                 axes.set_yscale("log")
                 axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
             else:  # no error at all has no logarithm: linear from 0 to the least error that there is

@@ -99,12 +99,13 @@ def test_words_that_are_not_choices_are_refused_by_the_parser(arguments, capsys)
     assert stopped.value.code == 2
 
 
+@pytest.mark.parametrize("name", ["file", "file/below"])
 @pytest.mark.parametrize("command", ["classify", "demo"])
-def test_out_must_be_a_directory(tmp_path, capsys, command):
+def test_out_must_be_a_directory(tmp_path, capsys, command, name):
     (tmp_path / "file").write_text("mine")
 
-    assert main([command, "--out", str(tmp_path / "file"), "--devices", "8"]) == 2
-    assert "is a file; give a directory" in capsys.readouterr().err
+    assert main([command, "--out", str(tmp_path / name), "--devices", "8"]) == 2
+    assert f"`out`: {tmp_path / name} cannot be made a directory" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -123,8 +124,9 @@ def test_a_damaged_config_is_a_clear_error(tmp_path):
         Classify(resume=True).check_same_run("{", source=tmp_path / "config.json")
 
 
-def test_curves_need_no_norm_they_know(tmp_path):
-    records = [{"event": "epoch", "norm": "other", "epoch": 1, "train_loss": 1.0, "test_error": 0.0}]
+@pytest.mark.parametrize("loss, error", [(1.0, 2.0), (1.0, 0.0), (None, 90.0)])
+def test_curves_are_drawn_of_any_norm_and_of_zeros_and_divergence(tmp_path, loss, error):
+    records = [{"event": "epoch", "norm": "other", "epoch": 1, "train_loss": loss, "test_error": error}]
 
     plot_curves(records, tmp_path / "curves.png", title="")
 

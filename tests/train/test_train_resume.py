@@ -160,3 +160,14 @@ def test_a_resumed_log_loses_later_records_and_a_line_cut_short(tmp_path):
         ("step", 6),
         ("step", 7),
     ]
+
+
+def test_a_log_is_json_whatever_the_values_and_names_a_damaged_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Log(path) as log:
+        log.write("step", step=1, loss=float("nan"), accuracy=0.5)
+    assert read(path) == [{"event": "step", "step": 1, "loss": None, "accuracy": 0.5}]
+
+    path.write_text("{}\n{damaged}\n")
+    with pytest.raises(UserError, match="line 2 is not JSON"):
+        read(path)
