@@ -1,0 +1,166 @@
+"""Two small classifiers with the norm chosen by name.
+
+The one line that differs from a Flax model is the import of the norm layers: `normlib.linen` has the same names,
+arguments and parameter layout, and adds `virtual_batch_size`: rows that share statistics, inside a device or across
+devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float
+
+from normlib import linen as norm
+from train.errors import ConfigError
+
+NormName = Literal["local_bn", "sync_bn", "ghost_bn", "group_norm", "layer_norm"]
+ModelName = Literal["mlp", "resnet"]
+NORMS: tuple[NormName, ...] = get_args(NormName)
+BATCH_NORMS: tuple[NormName, ...] = ("local_bn", "sync_bn", "ghost_bn")
+
+
+@dataclass(frozen=True)
+class NormChoice:
+    """Which norm layer a model builds, and how many rows share its statistics.
+
+    The three batch norms are one layer with three spans. Where a step function runs once per device (`axis_name`
+    given), a span beyond the device's own rows needs that axis; where one program sees the global batch (`axis_name`
+    None), a span below the global batch is a virtual batch.
+
+    Args:
+      name: one of `NORMS`.
+      rows_per_device: rows of the batch on each device.
+      devices: number of devices.
+      axis_name: the mapped axis that the step function binds, or None where it sees the global batch.
+      virtual_batch_size: rows that share statistics in `ghost_bn`; None for four devices' rows.
+      momentum: of the running statistics: new = momentum · old + (1 - momentum) · batch.
+      num_groups: channel groups of `group_norm`; must divide every width of the model.
+
+    Raises:
+      ConfigError: an unknown name, or a `virtual_batch_size` that does not divide the global batch or that cuts a
+        device's rows unevenly.
+
+    >>> [NormChoice(name, rows_per_device=2, devices=8).span for name in NORMS]
+    [2, 16, 8, None, None]
+    """
+
+    name: NormName
+    rows_per_device: int
+    devices: int
+    axis_name: str | None = None
+    virtual_batch_size: int | None = None
+    momentum: float = 0.9
+    num_groups: int = 8
+
+    def __post_init__(self):
+        if self.name not in NORMS:
+            raise ConfigError(f"`norm` is {self.name!r}; expected one of {', '.join(NORMS)}.")
+        if self.name != "ghost_bn":
+            return
+        span, rows, total = self.ghost_span, self.rows_per_device, self.rows_per_device * self.devices
+        if span < 1 or total % span:
+            raise ConfigError(
+                f"`virtual_batch_size` is {span} rows; it must divide the global batch of {total} rows "
+                f"({self.devices} devices × {rows}). Give another `--virtual-batch-size`."
+            )
+        if span % rows and rows % span:
+            raise ConfigError(
+                f"`virtual_batch_size` is {span} rows; it must be a multiple or a divisor of `rows_per_device`, {rows}."
+            )
+
+    @property
+    def ghost_span(self) -> int:
+        """Rows per virtual batch of `ghost_bn`."""
+        return 4 * self.rows_per_device if self.virtual_batch_size is None else self.virtual_batch_size
+
+    @property
+    def span(self) -> int | None:
+        """BN span: rows that share statistics; None for norms that use one row alone."""
+        spans = {
+            "local_bn": self.rows_per_device,
+            "sync_bn": self.rows_per_device * self.devices,
+            "ghost_bn": self.ghost_span,
+        }
+        return spans.get(self.name)
+
+    def layer(self, *, train: bool) -> nn.Module:
+        """The norm layer; `train` takes the batch's statistics, otherwise the running ones are used."""
+        if self.name == "group_norm":
+            return norm.GroupNorm(num_groups=self.num_groups)
+        if self.name == "layer_norm":
+            return norm.LayerNorm()
+        span, total = self.span, self.rows_per_device * self.devices
+        seen = total if self.axis_name is None else self.rows_per_device  # rows that one call of the layer sees
+        return norm.BatchNorm(
+            use_running_average=not train,
+            momentum=self.momentum,
+            axis_name=self.axis_name if span is not None and span > seen else None,
+            virtual_batch_size=span if span not in (seen, total) else None,
+        )
+
+
+class MLP(nn.Module):
+    """Dense layers, each with norm and ReLU, then a dense layer of logits. `[N, H, W, C]` → `[N, classes]`."""
+
+    norm: NormChoice
+    classes: int = 10
+    widths: Sequence[int] = (128, 128, 128)
+
+    @nn.compact
+    def __call__(self, images: Float[Array, "n h w c"], *, train: bool) -> Float[Array, "n classes"]:
+        x = images.reshape(images.shape[0], -1)
+        for width in self.widths:
+            x = nn.relu(self.norm.layer(train=train)(nn.Dense(width)(x)))
+        return nn.Dense(self.classes)(x)
+
+
+class Block(nn.Module):
+    """Residual block: two 3×3 convolutions; a 1×1 convolution on the short cut where the shape changes."""
+
+    norm: NormChoice
+    width: int
+    stride: int = 1
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "n h w c"], *, train: bool) -> Float[Array, "n h2 w2 c2"]:
+        strides = (self.stride, self.stride)
+        y = nn.Conv(self.width, (3, 3), strides, use_bias=False)(x)
+        y = nn.relu(self.norm.layer(train=train)(y))
+        y = nn.Conv(self.width, (3, 3), use_bias=False)(y)
+        y = self.norm.layer(train=train)(y)
+        if x.shape != y.shape:
+            x = self.norm.layer(train=train)(nn.Conv(self.width, (1, 1), strides, use_bias=False)(x))
+        return nn.relu(x + y)
+
+
+class ResNet(nn.Module):
+    """Small residual network for images of 8×8 to 32×32 pixels. `[N, H, W, C]` → `[N, classes]`."""
+
+    norm: NormChoice
+    classes: int = 10
+    widths: Sequence[int] = (16, 32, 64)
+
+    @nn.compact
+    def __call__(self, images: Float[Array, "n h w c"], *, train: bool) -> Float[Array, "n classes"]:
+        x = nn.Conv(self.widths[0], (3, 3), use_bias=False)(images)
+        x = nn.relu(self.norm.layer(train=train)(x))
+        for stage, width in enumerate(self.widths):
+            x = Block(self.norm, width, stride=1 if stage == 0 else 2)(x, train=train)
+        return nn.Dense(self.classes)(jnp.mean(x, axis=(1, 2)))
+
+
+def build(name: ModelName, norm_choice: NormChoice, *, classes: int) -> nn.Module:
+    """The model called `name`.
+
+    Raises:
+      ConfigError: an unknown name.
+    """
+    models = {"mlp": MLP, "resnet": ResNet}
+    if name not in models:
+        raise ConfigError(f"`model` is {name!r}; expected one of {', '.join(models)}.")
+    return models[name](norm=norm_choice, classes=classes)
