@@ -82,12 +82,12 @@ def _spread(parameter: Array | None, name: str, x: Array, features: tuple[int, .
     return parameter.reshape(shape)
 
 
-def _options(settings: Any, where: Array | None, initializing: bool) -> dict[str, Any]:
+def _options(settings: Any, x: Array, where: Array | None, initializing: bool) -> dict[str, Any]:
     """The arguments every operator takes. No axis is bound while a model is being initialised, so none is used."""
     named = settings.axis_name is not None and not initializing
     return {
         "eps": settings.epsilon,
-        "where": None if where is None else jnp.asarray(where, bool),
+        "where": None if where is None else _broadcast_mask(jnp.asarray(where, bool), x),
         "scale_offset": settings.scale_offset,
         "axis_name": settings.axis_name if named else None,
         "axis_index_groups": settings.axis_index_groups if named else None,
@@ -95,6 +95,13 @@ def _options(settings: Any, where: Array | None, initializing: bool) -> dict[str
         "rule": settings.rule,
         "rescale": settings.rescale,
     }
+
+
+def _broadcast_mask(where: Array, x: Array) -> Array:
+    """A mask of lower rank stands for x's last axes where it fits there, as for Flax; else the operator decides."""
+    last = (1,) * (x.ndim - where.ndim) + where.shape
+    fits = len(last) == x.ndim and all(a in (1, b) for a, b in zip(last, x.shape, strict=True))
+    return where.reshape(last) if fits else where
 
 
 def layer_norm(
@@ -122,13 +129,13 @@ def layer_norm(
     features = sorted_axes(settings.feature_axes, x.ndim, "feature_axes")
     x, out = _widened(settings, x, scale, bias)
     operator = layer.layer_norm if centered else rms.rms_norm
-    y = operator(
+    y: Any = operator(
         x,
         _spread(scale, "scale", x, features),
         _spread(bias, "bias", x, features),
         axis=reduced,
         batch_invariant=settings.batch_invariant,
-        **_options(settings, where, initializing),
+        **_options(settings, x, where, initializing),
     )
     return y.astype(out)
 
@@ -188,7 +195,7 @@ def group_norm(
         num_groups=num_groups,
         reduction_axes=reduced,
         on_single="zero",
-        **_options(settings, where, initializing),
+        **_options(settings, x, where, initializing),
     )
     return y.astype(out)
 
@@ -224,7 +231,7 @@ def instance_norm(
         _spread(bias, "bias", x, features),
         axis=features,
         on_single="zero",
-        **_options(settings, where, initializing),
+        **_options(settings, x, where, initializing),
     )
     return y.astype(out)
 
@@ -311,7 +318,7 @@ def batch_norm(
         running=settings.running,
         shift=shift,
         on_single="zero",
-        **_options(settings, where, initializing),
+        **_options(settings, x, where, initializing),
     )
     if running is None or initializing:
         return y.astype(out), None
@@ -332,23 +339,20 @@ def _reshaped(value: Array | None, name: str, shape: tuple[int, ...], x: Array) 
 def _updated(settings: Any, running: Running, moments: Any, shape: tuple[int, ...]) -> Running:
     """The running statistics after one more batch, each in the dtype and shape it is stored in."""
     counted = jnp.any(moments.count > 0)
-    if settings.skip_nonfinite_update:
+    if settings.skip_nonfinite_update:  # all features or none, so that they have all seen the same batches
         counted &= jnp.all(jnp.isfinite(moments.mean)) & jnp.all(jnp.isfinite(moments.m2))
+    dtype = jnp.promote_types(jnp.float32, moments.mean.dtype)
+    old = [jax.lax.stop_gradient(v.reshape(shape)) for v in running[:2]]
+    old[0] = old[0].astype(dtype)
+    cumulative = running.num_batches is not None
+    momentum = settings.momentum if running.num_batches is None else 0.0
+    new = list(update_running(old[0], old[1], moments, momentum=momentum, unbiased=settings.unbiased))
     batches = running.num_batches
-    if batches is None:
-        momentum = settings.momentum
-    else:
+    if batches is not None:
         batches = batches + counted.astype(batches.dtype)
-        momentum = 1 - _weight(settings.momentum, batches)
-    mean, var = (jax.lax.stop_gradient(v.reshape(shape)) for v in (running.mean, running.var))
-    new = update_running(
-        mean,
-        var,
-        moments,
-        momentum=momentum,
-        unbiased=settings.unbiased,
-        skip_nonfinite=settings.skip_nonfinite_update,
-    )
+        weight = _weight(settings.momentum, batches)  # not as a momentum: 1 - weight would round it away
+        new = [a + weight * (b - a) for a, b in zip(old, new, strict=True)]
+    new = [jnp.where(counted, b, a) for a, b in zip(old, new, strict=True)]
     return Running(_stored(new[0], running.mean), _stored(new[1], running.var), batches)
 
 

@@ -97,7 +97,7 @@ class BatchNorm(nn.Module):
     skip_nonfinite_update: bool = False
     track_running_stats: bool = True
     scale_offset: float = 0.0
-    method: str | None = None
+    method: str = "auto"
     rule: str = "reverse"
     running: str = "merged"
     rescale: bool = False
@@ -202,7 +202,7 @@ class LayerNorm(nn.Module):
     use_fast_variance: bool = True
     force_float32_reductions: bool = True
     scale_offset: float = 0.0
-    method: str | None = None
+    method: str = "auto"
     rule: str = "reverse"
     rescale: bool = False
     batch_invariant: bool = False
@@ -239,7 +239,7 @@ class RMSNorm(nn.Module):
     use_fast_variance: bool = True
     force_float32_reductions: bool = True
     scale_offset: float = 0.0
-    method: str | None = None
+    method: str = "auto"
     rule: str = "reverse"
     rescale: bool = False
     batch_invariant: bool = False
@@ -284,7 +284,7 @@ class GroupNorm(nn.Module):
     use_fast_variance: bool = True
     force_float32_reductions: bool = True
     scale_offset: float = 0.0
-    method: str | None = None
+    method: str = "auto"
     rule: str = "reverse"
     rescale: bool = False
 
@@ -325,7 +325,7 @@ class InstanceNorm(nn.Module):
     use_fast_variance: bool = True
     force_float32_reductions: bool = True
     scale_offset: float = 0.0
-    method: str | None = None
+    method: str = "auto"
     rule: str = "reverse"
     rescale: bool = False
 

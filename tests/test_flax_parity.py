@@ -276,11 +276,8 @@ def nnx_model(norms, seed=0):
 @pytest.mark.fast
 def test_a_whole_linen_model_starts_bit_equal_after_the_import_swap():
     x = inputs((2, 6, 6, 3))
-    start = [
-        jax.jit(lambda k, m=linen_model(norms): m.init(k, x, train=False))(jax.random.key(7))
-        for norms in (normlib.linen, flax_linen)
-    ]
-    assert_trees_equal(*start)
+    models = [linen_model(norms) for norms in (normlib.linen, flax_linen)]
+    assert_trees_equal(*(jax.jit(lambda k, m=m: m.init(k, x, train=False))(jax.random.key(7)) for m in models))
 
 
 @pytest.mark.fast
