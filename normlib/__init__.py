@@ -1,1 +1,23 @@
-"""Normalization for JAX: accurate, synchronised across devices, drop-in for Flax."""
+"""Normalization for JAX: accurate, synchronised across devices, drop-in for Flax.
+
+The functions are here; Flax layers are in `normlib.linen` and `normlib.nnx`.
+"""
+
+from normlib.batch import BatchNormOutput as BatchNormOutput
+from normlib.batch import batch_norm as batch_norm
+from normlib.batch import batch_norm_inference as batch_norm_inference
+from normlib.engine import Normalized as Normalized
+from normlib.engine import affine as affine
+from normlib.engine import normalize as normalize
+from normlib.group import group_norm as group_norm
+from normlib.group import instance_norm as instance_norm
+from normlib.layer import layer_norm as layer_norm
+from normlib.moments import Moments as Moments
+from normlib.moments import welford_scan as welford_scan
+from normlib.passes import use_backend as use_backend
+from normlib.precision import recommended_eps as recommended_eps
+from normlib.rms import rms_norm as rms_norm
+from normlib.running import update_running as update_running
+from normlib.scope import Scope as Scope
+
+__version__ = "0.1.0"

@@ -6,14 +6,21 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import numpy as np
 import pytest
 
-CACHE = Path(__file__).resolve().parents[1] / ".cache" / f"jax-{jax.__version__}"
+CACHE = Path(__file__).resolve().parent / ".cache" / f"jax-{jax.__version__}"
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(autouse=True)
+def _example_names(doctest_namespace):
+    """The names that docstring examples may use without importing them."""
+    doctest_namespace.update(jax=jax, jnp=jax.numpy, np=np)
 
 
 @pytest.fixture

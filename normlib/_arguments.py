@@ -1,0 +1,146 @@
+"""Checks that the operators share: each returns the argument in its canonical form or says what is wrong with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+Axes = int | Iterable[int]
+
+
+def array(x, name: str = "x") -> Array:
+    """`x` as a JAX array of any shape.
+
+    Raises:
+      TypeError: if it is not an array or a number.
+    """
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"`{name}` must be an array; got {type(x).__name__}.") from error
+
+
+def axes(axis: Axes, ndim: int, name: str = "axis") -> tuple[int, ...]:
+    """`axis` as sorted non-negative axes of an array of rank `ndim`.
+
+    Raises:
+      TypeError: if it is not an integer or a sequence of integers.
+      ValueError: if an axis is out of range or given twice.
+    """
+    given = tuple(axis) if isinstance(axis, Iterable) else (axis,)
+    if not all(isinstance(a, int | np.integer) for a in given):
+        raise TypeError(f"`{name}` must be an integer or a tuple of integers; got {axis!r}.")
+    for a in given:
+        if not -ndim <= a < ndim:
+            raise ValueError(f"`{name}` {a} is out of range for x of rank {ndim}.")
+    found = sorted(int(a) % ndim for a in given)
+    if len(set(found)) != len(found):
+        raise ValueError(f"`{name}` {given} names an axis of x (rank {ndim}) twice.")
+    return tuple(found)
+
+
+def epsilon(eps: float, name: str = "eps") -> float:
+    """`eps`, if it is a number and not negative.
+
+    Raises:
+      ValueError: if it is negative or NaN.
+      TypeError: if it is None or not a number; no default is picked silently.
+    """
+    if eps is None or isinstance(eps, str | bool):
+        raise TypeError(f"`{name}` must be a number; got {eps!r}. See normlib.recommended_eps.")
+    if not eps >= 0:
+        raise ValueError(f"`{name}` must be >= 0, since it is added to a variance; got {eps}.")
+    return eps
+
+
+def one_of(value: str, choices: Iterable[str], name: str) -> str:
+    """`value`, if it is among `choices`; a ValueError that lists them otherwise."""
+    if value not in tuple(choices):
+        raise ValueError(f"`{name}` must be one of {', '.join(choices)}; got {value!r}.")
+    return value
+
+
+def parameter(p: Array | None, name: str, x: Array, feature_axes: tuple[int, ...]) -> Array | None:
+    """A scale or bias in x's rank: given as a scalar, in the feature shape, or already broadcastable to x.
+
+    Raises:
+      ValueError: for any other shape, which would change y's shape or pair the wrong entries.
+    """
+    if p is None:
+        return None
+    p = array(p, name)
+    features = tuple(x.shape[a] for a in feature_axes)
+    if p.shape == features:
+        return p.reshape([x.shape[a] if a in feature_axes else 1 for a in range(x.ndim)])
+    if p.ndim == 0:
+        return p.reshape((1,) * x.ndim)
+    if p.ndim == x.ndim and all(s in (1, t) for s, t in zip(p.shape, x.shape)):
+        return p
+    raise ValueError(
+        f"`{name}` must have shape {features} (x's shape {x.shape} along axes {feature_axes}), or x's rank and "
+        f"broadcast to it; got {p.shape}."
+    )
+
+
+def mask(where: Array | None, x: Array, name: str = "where") -> Array | None:
+    """A mask in x's rank. One of lower rank stands for x's leading axes (rows, positions) or, as in NumPy, its last.
+
+    Raises:
+      TypeError: if it is not boolean.
+      ValueError: if it fits neither way, or both ways with different meanings.
+    """
+    if where is None:
+        return None
+    where = array(where, name)
+    if where.dtype != jnp.bool_:
+        raise TypeError(f"`{name}` must be boolean; got {where.dtype}. Write `{name} != 0` for a mask of numbers.")
+    extra = x.ndim - where.ndim
+    if extra < 0:
+        raise ValueError(f"`{name}` of shape {where.shape} has a higher rank than x of shape {x.shape}.")
+    leading, trailing = where.shape + (1,) * extra, (1,) * extra + where.shape
+    fits = [s for s in {leading, trailing} if all(a in (1, b) for a, b in zip(s, x.shape))]
+    if not fits:
+        raise ValueError(f"`{name}` of shape {where.shape} does not broadcast to x's shape {x.shape}.")
+    if len(fits) == 2 and math.prod(where.shape) != 1:
+        raise ValueError(
+            f"`{name}` of shape {where.shape} fits both the first and the last axes of x, shape {x.shape}; "
+            f"give it x's rank: {leading} or {trailing}."
+        )
+    return where.reshape(fits[0])
+
+
+def names(axis_name) -> tuple[str, ...]:
+    """`axis_name` (None, a name or several) as a tuple.
+
+    Raises:
+      ValueError: if a name is given twice.
+    """
+    found = () if axis_name is None else tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    if len(set(found)) != len(found):
+        raise ValueError(f"`axis_name` {axis_name} names a mesh axis twice.")
+    return found
+
+
+def groups(axis_index_groups) -> tuple[tuple[int, ...], ...] | None:
+    """`axis_index_groups` as a tuple of tuples, or None."""
+    if axis_index_groups is None:
+        return None
+    return tuple(tuple(int(i) for i in group) for group in axis_index_groups)
+
+
+def more_than_one(count: int, on_single: str, what: str) -> None:
+    """Check that statistics over `count` entries mean something.
+
+    Raises:
+      ValueError: if `count` is 1 and `on_single` is "raise".
+    """
+    one_of(on_single, ("raise", "zero"), "on_single")
+    if count == 1 and on_single == "raise":
+        raise ValueError(
+            f"{what} has one value per set of statistics: the variance is 0 and y would be the bias, whatever x is. "
+            'Use more rows (or share statistics over devices by `axis_name`), or `on_single="zero"` to accept that.'
+        )

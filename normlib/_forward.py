@@ -1,0 +1,93 @@
+"""The forward of every norm: moments, pooled over a scope, then one affine pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from normlib import passes
+from normlib.moments import Moments, count_entries
+from normlib.precision import wide
+from normlib.scope import Scope
+
+
+@dataclass(frozen=True)
+class Config:
+    """The static part of a norm; hashable, so that it can be a non-differentiated argument."""
+
+    axes: tuple[int, ...]
+    centered: bool
+    scale_offset: float
+    scope: Scope
+    batch_invariant: bool
+    backend: str
+
+    @property
+    def passes(self) -> type[passes.Pass]:
+        """The five functions of the chosen backend."""
+        return passes.BACKENDS[self.backend]  # type: ignore[return-value]
+
+
+def forward(config, x, scale, bias, where, shift, eps):
+    own, total = pooled(config, x, where, shift, eps)
+    rstd = own.rstd(eps)
+    y = apply(config, x, own, rstd, scale, bias, where)
+    return y, own, total
+
+
+def pooled(config, x, where, shift, eps) -> tuple[Moments, Moments]:
+    backend, scope, axes = config.passes, config.scope, config.axes
+    options = {"axes": axes, "where": where, "batch_invariant": config.batch_invariant}
+
+    def sums(k):
+        k = None if k is None else scope.expand(k, x.shape[scope.channel_axis])
+        s1, s2 = backend.sums(x, k, **options)
+        return (s1 if config.centered else None), s2
+
+    def local():
+        if config.centered:
+            return backend.moments(x, **options)
+        s2 = sums(None)[1]
+        zero = jnp.zeros_like(s2)
+        return Moments(jnp.broadcast_to(count, s2.shape), zero, zero, s2)
+
+    count = count_entries(x.shape, axes, where)
+    counted = where is not None
+    return scope.pool(local, sums, count, shift=shift, eps=eps, centered=config.centered, counted=counted)
+
+
+def apply(config, x, own, rstd, scale, bias, where):
+    mean, low, rstd = by_channel(config, x, own, rstd)
+    scale, bias = effective(scale, config.scale_offset), wide_or_none(bias)
+    return config.passes.apply(x, mean, low, *folded(rstd, scale, bias), masked=where is not None)
+
+
+def by_channel(config, x, own, rstd):
+    """(mean, low, rstd) broadcastable to x; no mean where x is not centred."""
+    scope, channels = config.scope, x.shape[config.scope.channel_axis] if x.ndim else 1
+    if not config.centered:
+        return None, None, scope.expand(rstd, channels)
+    return tuple(scope.expand(t, channels) for t in (own.mean, own.low, rstd))
+
+
+def effective(scale, offset):
+    scale = wide_or_none(scale)
+    return scale + offset if scale is not None and offset else scale
+
+
+def folded(rstd, scale, bias):
+    """A scale that is constant along the reduced axes becomes part of the (tiny) rstd."""
+    if scale is not None and constant_along(scale.shape, rstd.shape):
+        return rstd * scale, None, bias
+    return rstd, scale, bias
+
+
+def constant_along(shape, tiny) -> bool:
+    return all(s == 1 or s == t for s, t in zip(shape, tiny))
+
+
+def wide_or_none(t: Array | None) -> Array | None:
+    """`t`, any shape, in the dtype of statistics, or None."""
+    return None if t is None else wide(t)

@@ -1,0 +1,180 @@
+"""The derivative rules: `reverse` (hand-written backward) and `both` (one linear tangent map, for both modes)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array
+
+from normlib._forward import Config, apply, by_channel, constant_along, effective, forward, pooled
+from normlib._varying import is_typed, like, varying
+from normlib.moments import Moments, positive
+from normlib.passes.xla import centred
+from normlib.precision import wide
+from normlib.scope import unbroadcast
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def reverse(config: Config, x, scale, bias, where, shift, eps) -> tuple[Array, Moments, Moments]:
+    """(y, moments, total) with the hand-written backward; x of any shape, the rest broadcastable to it.
+
+    Kept for the backward: x, scale, bias's dtype and the statistics, so 1 x the bytes of x.
+    """
+    return forward(config, x, scale, bias, where, shift, eps)
+
+
+def _reverse_fwd(config, *primals):
+    x, scale, bias, where, shift, eps = (None if p is None else p.value for p in primals)
+    own, total = pooled(config, x, where, shift, eps)
+    rstd = own.rstd(eps)
+    y = apply(config, x, own, rstd, scale, bias, where)
+    return (y, own, total), (x, scale, bias, where, own, total, rstd)
+
+
+def _reverse_bwd(config, residuals, cotangents):
+    x, scale, bias, where, own, total, rstd = residuals
+    dy, d_own, d_total = cotangents
+    dy = jnp.zeros_like(x) if isinstance(dy, SymbolicZero) else dy
+    scope = config.scope
+    mean, low, rstd_c = by_channel(config, x, own, rstd)
+    weight = effective(scale, config.scale_offset)
+    # a weight that varies along the reduced axes (layer norm) needs its own sums; a constant one (batch norm) does
+    # not: there the two sums of dx are also dbias and dscale
+    rowwise = weight is not None and not constant_along(weight.shape, rstd_c.shape)
+
+    @functools.cache
+    def sums(axes, weighted=False):
+        return config.passes.grad_sums(
+            x, dy, mean, low, rstd_c, weight if weighted else None, axes=axes, where=where
+        )  # fmt: skip
+
+    s0, s1 = sums(config.axes, rowwise)
+    # A moment that was pooled over typed axes is one value for all, its cotangent already the total: it is added after
+    # pooling. Otherwise every device holds a copy, whose cotangent is a part: it is added before.
+    one_value = is_typed(scope.names) and scope.groups is None
+    # Scaling comes before pooling, since devices may hold different scales, unless the types prove that they do not:
+    # then unscaled sums are pooled once and serve as dscale and dbias too.
+    pooled_first = one_value and not rowwise and scope.channels is None and not _vary_over(scope.names, scale, bias)
+    if pooled_first:
+        (s0, s1), _ = scope.sum_cotangents([s0, s1], None)
+    a, b = (s0, s1) if rowwise or weight is None else (s0 * weight, s1 * weight)
+    n = positive(own.count, rstd.dtype)
+    # dx = g * rstd + c1 * (x - mean) + c0, with c0 = -w0 / n and c1 = -w1 / n
+    w0, w1 = rstd * scope.sum_channels(a), rstd * rstd * scope.sum_channels(b)
+    d_mean, d_m2 = _cotangent(d_own.mean, own.mean), _cotangent(d_own.m2, own.m2)
+    if not one_value:
+        w0, w1 = w0 - d_mean, w1 - 2 * n * d_m2
+    d_total = _total_cotangents(config, d_total, total)
+    if not pooled_first:
+        in_parts = d_total is not None and not is_typed(scope.all_names)
+        (w0, w1), summed = scope.sum_cotangents([w0, w1], d_total if in_parts else None)
+        d_total = summed if in_parts else d_total
+    if one_value:
+        w0, w1 = w0 - d_mean, w1 - 2 * n * d_m2
+    c0, c1 = -w0 / n, -w1 / n
+    if d_total is not None:
+        t0, t1 = d_total
+        apart = (own.mean - total.mean) + (own.low - total.low)
+        c0, c1 = c0 + t0 / positive(total.count, n.dtype) + 2 * t1 * apart, c1 + 2 * t1
+    c0, c1 = (_expanded(config, x, c) for c in (c0, c1))
+    if weight is not None and not rowwise:
+        rstd_w, weight = rstd_c * weight, None
+    else:
+        rstd_w = rstd_c
+    dx = config.passes.grad_apply(
+        x, dy, mean, low, rstd_w, weight, c1, c0 if config.centered else None, where=where
+    )  # fmt: skip
+
+    def parameter(p, part):
+        if p is None:
+            return None
+        shared = not rowwise and constant_along(p.shape, s0.shape)
+        axes = tuple(i for i, (k, m) in enumerate(zip(p.shape, x.shape)) if k == 1 and m != 1)
+        found = unbroadcast((s0, s1)[part], p.shape) if shared else sums(axes)[part]
+        return like(found, p)
+
+    return like(dx, x), parameter(scale, 1), parameter(bias, 0), None, None, None
+
+
+reverse.defvjp(_reverse_fwd, _reverse_bwd, symbolic_zeros=True)
+
+
+def _expanded(config, x, t):
+    return config.scope.expand(t, x.shape[config.scope.channel_axis]) if x.ndim else t
+
+
+def _vary_over(names, *parameters) -> bool:
+    return any(set(names) & varying(p) for p in parameters if p is not None)
+
+
+def _cotangent(ct, primal):
+    return jnp.zeros_like(primal) if isinstance(ct, SymbolicZero) else ct
+
+
+def _total_cotangents(config, d_total, total):
+    """Cotangents of the whole scope's mean and m2; None where they are zero or the moments are those of y."""
+    parts = d_total.mean, d_total.m2
+    if not config.scope.has_total or all(isinstance(p, SymbolicZero) for p in parts):
+        return None
+    return [_cotangent(p, t) for p, t in zip(parts, (total.mean, total.m2))]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def both(config: Config, x, scale, bias, where, shift, eps) -> tuple[Array, Moments, Moments]:
+    """(y, moments, total) whose tangent map is linear and rematerialised, so that forward and reverse mode work.
+
+    Shapes as `reverse`; it keeps as little, takes 1.2 to 2.2 times its time, and checks it independently.
+    """
+    return forward(config, x, scale, bias, where, shift, eps)
+
+
+@both.defjvp
+def _both_jvp(config, primals, tangents):
+    x, scale, bias, where, shift, eps = primals
+    x_dot, scale_dot, bias_dot = tangents[:3]
+    own, total = pooled(config, x, where, shift, eps)
+    rstd = own.rstd(eps)
+    y = apply(config, x, own, rstd, scale, bias, where)
+    fixed, dots = (x, scale, where, own, total, rstd), (x_dot, scale_dot, bias_dot)
+    y_dot, own_dot, total_dot = jax.checkpoint(functools.partial(_tangent, config))(fixed, dots)
+    return (y, own, total), (y_dot, _moments_dot(own, own_dot), _moments_dot(total, total_dot))
+
+
+def _tangent(config, fixed, dots):
+    x, scale, where, own, total, rstd = fixed
+    x_dot, scale_dot, bias_dot = dots
+    scope = config.scope
+    mean, low, rstd_c = by_channel(config, x, own, rstd)
+    n = positive(own.count, rstd.dtype)
+    xc = centred(x, mean, low)
+    if where is not None:
+        xc = jnp.where(where | jnp.isfinite(xc), xc, 0)
+    measured = wide(x_dot) if where is None else jnp.where(where, wide(x_dot), 0)
+    local = [jnp.sum(t, config.axes, keepdims=True) for t in (measured, measured * xc)]
+    (s0, s1), _ = scope.sum_cotangents([scope.sum_channels(t) for t in local], None)
+    mean_dot = s0 / n if config.centered else jnp.zeros_like(s0)
+    m2_dot = 2 * s1
+    rstd_dot = -0.5 * rstd**3 * m2_dot / n
+    mean_dot_c, rstd_dot_c = (_expanded(config, x, t) for t in (mean_dot, rstd_dot))
+    weight = effective(scale, config.scale_offset)
+    y_dot = (wide(x_dot) - mean_dot_c) * rstd_c + xc * rstd_dot_c
+    y_dot = y_dot if weight is None else y_dot * weight
+    y_dot = y_dot if scale is None else y_dot + xc * rstd_c * wide(scale_dot)
+    y_dot = y_dot if bias_dot is None else y_dot + wide(bias_dot)
+    total_dot = mean_dot, m2_dot
+    if scope.has_total:
+        apart = (own.mean - total.mean) + (own.low - total.low)
+        t0, t1 = scope.sum_total([local[0], local[1] + apart * local[0]])
+        total_dot = t0 / positive(total.count, n.dtype), 2 * t1
+    return y_dot.astype(x.dtype), (mean_dot, m2_dot), total_dot
+
+
+def _moments_dot(moments, dots) -> Moments:
+    mean_dot, m2_dot = dots
+    count_dot: Any = np.zeros(moments.count.shape, jax.dtypes.float0)
+    return Moments(count_dot, mean_dot, jnp.zeros_like(moments.low), m2_dot)

@@ -1,0 +1,38 @@
+"""Over which mesh axes a value varies: the types that shard_map(check_vma=True) tracks, and casts between them.
+
+Under pmap, vmap and check_vma=False nothing is tracked and every set here is empty.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+from jaxtyping import Array
+
+
+def varying(x: Array) -> frozenset[str]:
+    """Names of the mesh axes over which `x` (any shape) may differ between devices; empty where JAX tracks none."""
+    return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
+
+
+def is_typed(names: tuple[str, ...]) -> bool:
+    """True if JAX tracks variation over `names` here. An axis index tells; x itself may be replicated."""
+    return bool(names) and bool(varying(lax.axis_index(names[0])))
+
+
+def vary(x: Array, names) -> Array:
+    """`x` (any shape) typed as varying over `names` too: only missing names are cast, since a second cast raises."""
+    missing = tuple(n for n in names if n not in varying(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def like(cotangent: Array, primal: Array) -> Array:
+    """`cotangent` with the varying axes, and dtype, that a custom rule must return for `primal` (both of one shape).
+
+    The sum runs over varying(cotangent) - varying(primal) and nothing else: unconditional sums are P times too big
+    where nothing is tracked and grad is taken outside.
+    """
+    extra = varying(cotangent) - varying(primal)
+    summed = lax.psum(cotangent, tuple(sorted(extra))) if extra else cotangent
+    summed = vary(summed, sorted(varying(primal)))
+    return summed.astype(primal.dtype)

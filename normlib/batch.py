@@ -1,0 +1,228 @@
+"""Batch normalization: local, synchronised over devices, and in virtual batches (Ghost BN)."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Num
+
+from normlib import _arguments as check
+from normlib._forward import effective, folded, wide_or_none
+from normlib.engine import normalize
+from normlib.moments import Moments
+from normlib.passes import xla
+from normlib.precision import output_dtype, wide
+from normlib.scope import Scope, axis_size
+
+
+class BatchNormOutput(NamedTuple):
+    """What `batch_norm` returns.
+
+    Attributes:
+      y: x's shape; x's dtype (float32 for integers and bools).
+      moments: count, mean, low and m2 of the whole scope, each of the feature shape; `moments.var` is biased.
+    """
+
+    y: Array
+    moments: Moments
+
+
+def batch_norm(
+    x: Num[Array, ...],
+    scale: Float[Array, ...] | None = None,
+    bias: Float[Array, ...] | None = None,
+    *,
+    axis: check.Axes = -1,
+    eps: float = 1e-5,
+    where: Bool[Array, ...] | None = None,
+    scale_offset: float = 0.0,
+    axis_name=None,
+    axis_index_groups=None,
+    virtual_batch_size: int | None = None,
+    ragged: bool = False,
+    running: str = "merged",
+    shift: Float[Array, ...] | None = None,
+    method: str = "auto",
+    on_single: str = "raise",
+    rule: str = "reverse",
+    rescale: bool = False,
+    backend: str | None = None,
+) -> BatchNormOutput:
+    """Normalise every channel by its mean and variance over all other axes, and over devices.
+
+        y = (x - mean) / sqrt(var + eps) * (scale + scale_offset) + bias
+
+    Args:
+      x: `[..., C]`, or any shape with `axis` naming the channels; computed in float32 (float64 for float64 x).
+      scale: `[C]` (the shape of x along `axis`), or of x's rank and broadcastable to it, or None for ones.
+      bias: likewise, or None for zeros.
+      axis: channel axis or axes; every other axis is reduced.
+      eps: added to the variance inside the root, in units of x squared.
+      where: bool, broadcastable to x: which entries are measured. Others are mapped with the same statistics and enter
+        none. A mask of lower rank stands for x's first axes.
+      scale_offset: added to `scale` in float32.
+      axis_name: mesh axis or axes whose devices share statistics, inside jax.shard_map, jax.pmap or jax.vmap. Under
+        jit with a globally sharded batch leave it None: statistics are global there.
+      axis_index_groups: groups of indices along `axis_name`; only devices of one group share.
+      virtual_batch_size: rows of axis 0 that share statistics (Ghost BN). With B rows here on each of P devices: a
+        divisor of B (several virtual batches per device), or k * B with k dividing P (k neighbouring devices).
+      ragged: allow a `virtual_batch_size` below B that does not divide it; the last virtual batch is smaller.
+      running: the moments returned where statistics are shared in groups: "merged" by count over the whole scope, or
+        "group_mean", the count-weighted mean of the groups' mean and variance, with a group's count.
+      shift: `[C]`, a guess of the mean such as the running mean: saves a pass over x and a collective while it is
+        within 1.5 standard deviations, never costs accuracy, and may hold anything, NaN included.
+      method: "auto", "gather", "two_phase", "shifted", "adaptive" or "fast"; see `normlib.scope.Scope`.
+      on_single: "raise" if a set of statistics has one entry only, or "zero" to return the bias then.
+      rule: "reverse", "both" or "autodiff"; see `normlib.engine.normalize`.
+      rescale: protect float32 from overflow of squares above 1e19, at the price of another pass.
+      backend: which pass runs it; None for the one of `normlib.use_backend`.
+
+    Returns:
+      `BatchNormOutput(y, moments)`. The variance that normalises is biased (divided by n). Update running statistics
+      with `normlib.update_running`.
+
+    Raises:
+      ValueError: for shapes, axes or groups that do not fit, an illegal `virtual_batch_size` (the legal ones are
+        listed), one entry per set of statistics, or eps < 0.
+      TypeError: for a mask that is not boolean.
+      NameError: if `axis_name` is not bound here.
+
+    Gradients: with shard_map(check_vma=True) the gradients of replicated scale and bias arrive summed over the mesh;
+    with check_vma=False or pmap and grad taken inside they are each device's part, and the caller sums them (psum).
+
+    Source: Ioffe and Szegedy 2015; virtual batches: Hoffer et al. 2017, "Train longer, generalize better".
+
+    >>> out = batch_norm(jnp.array([[1.0, 2.0], [3.0, 6.0]]))
+    >>> out.y.round(3).tolist(), out.moments.mean.tolist()
+    ([[-1.0, -1.0], [1.0, 1.0]], [2.0, 4.0])
+    """
+    x = check.array(x)
+    eps = check.epsilon(eps)
+    check.one_of(running, ("merged", "group_mean"), "running")
+    channels = check.axes(axis, x.ndim)
+    reduced = tuple(a for a in range(x.ndim) if a not in channels)
+    names, groups = check.names(axis_name), check.groups(axis_index_groups)
+    scale, bias = (check.parameter(p, n, x, channels) for p, n in ((scale, "scale"), (bias, "bias")))
+    where = check.mask(where, x)
+    if shift is not None:
+        shift = wide_or_none(check.parameter(shift, "shift", x, channels))
+    scope, splits = _scope(x, channels, names, groups, virtual_batch_size, ragged, method)
+    rows = math.prod(x.shape[a] for a in reduced)
+    if splits > 1:
+        rows = rows // x.shape[0] * virtual_batch_size  # type: ignore[operator]
+    if where is None:
+        sharing = len(scope.groups[0]) if scope.groups else axis_size(scope.names)
+        check.more_than_one(rows * sharing, on_single, f"batch_norm of x with shape {x.shape}")
+    arrays: list = [x, scale, bias, where, shift]
+    if splits > 1:
+        arrays, reduced = _split_rows(arrays, splits, virtual_batch_size), tuple(a + 1 for a in reduced)
+    out = normalize(
+        arrays[0], arrays[1], arrays[2], axes=reduced, eps=eps, where=arrays[3], scale_offset=scale_offset,
+        scope=scope, shift=arrays[4], rule=rule, rescale=rescale, backend=backend,
+    )  # fmt: skip
+    y = out.y.reshape(-1, *x.shape[1:])[: x.shape[0]] if splits > 1 else out.y
+    moments = out.total if running == "merged" or not scope.has_total else scope.group_mean(out.moments)
+    kept = tuple(x.shape[a] for a in channels)
+    return BatchNormOutput(y, jax.tree.map(lambda t: t.reshape(kept), moments))
+
+
+def batch_norm_inference(
+    x: Num[Array, ...],
+    mean: Float[Array, ...],
+    var: Float[Array, ...],
+    scale: Float[Array, ...] | None = None,
+    bias: Float[Array, ...] | None = None,
+    *,
+    axis: check.Axes = -1,
+    eps: float = 1e-5,
+    scale_offset: float = 0.0,
+) -> Array:
+    """Batch normalization with given statistics: one affine map of x.
+
+        y = (x - mean) * a + bias,   a = (scale + scale_offset) / sqrt(var + eps)
+
+    Args:
+      x: `[..., C]`, or any shape with `axis` naming the channels; computed in float32 (float64 for float64 x).
+      mean: `[C]`, stored mean.
+      var: `[C]`, stored variance; used as it is.
+      scale: `[C]` or of x's rank and broadcastable to it, or None for ones.
+      bias: likewise, or None for zeros.
+      axis: channel axis or axes.
+      eps: added to the variance inside the root, in units of x squared.
+      scale_offset: added to `scale` in float32.
+
+    Returns:
+      y in x's shape and dtype, rounded once. Its gradient is dx = dy * a; all five arrays get gradients.
+
+    Raises:
+      ValueError: for shapes or axes that do not fit, or eps < 0.
+
+    Source: Ioffe and Szegedy 2015, algorithm 2.
+
+    >>> batch_norm_inference(jnp.ones((2, 3)), jnp.ones(3), jnp.ones(3)).tolist()[0]
+    [0.0, 0.0, 0.0]
+    """
+    x = check.array(x)
+    eps = check.epsilon(eps)
+    channels = check.axes(axis, x.ndim)
+    scale, bias = (check.parameter(p, n, x, channels) for p, n in ((scale, "scale"), (bias, "bias")))
+    centre, spread = (check.parameter(p, n, x, channels) for p, n in ((mean, "mean"), (var, "var")))
+    if centre is None or spread is None:
+        raise TypeError("`mean` and `var` must be arrays of x's channels; got None.")
+    dtype = wide(x).real.dtype
+    rstd = jax.lax.rsqrt(spread.astype(dtype) + jnp.asarray(eps, dtype))
+    x = x.astype(output_dtype(x.dtype))
+    parameters = folded(rstd, effective(scale, scale_offset), wide_or_none(bias))
+    return xla.apply(x, wide(centre), jnp.zeros_like(wide(centre)), *parameters)
+
+
+def _scope(x, channels, names, groups, virtual, ragged, method) -> tuple[Scope, int]:
+    """The scope of a batch norm, and into how many virtual batches this device's rows are split."""
+    if virtual is None:
+        return Scope(names=names, groups=groups, method=method), 1
+    if groups is not None:
+        raise ValueError("`axis_index_groups` and `virtual_batch_size` both say who shares statistics: give one.")
+    if not isinstance(virtual, int) or virtual < 1:
+        raise ValueError(f"`virtual_batch_size` must be a positive number of rows; got {virtual!r}.")
+    if x.ndim == 0 or 0 in channels:
+        raise ValueError(f"`virtual_batch_size` counts rows of axis 0, which is a channel axis of x, shape {x.shape}.")
+    rows, devices = x.shape[0], axis_size(names)
+    if virtual < rows and (rows % virtual == 0 or ragged):
+        return Scope(total_names=names, total_axes=(0,), method=method), -(-rows // virtual)
+    if virtual == rows:
+        return Scope(total_names=names, method=method), 1
+    if virtual == rows * devices:
+        return Scope(names=names, method=method), 1
+    together = virtual // rows if rows and virtual % rows == 0 else 0
+    if together and devices % together == 0:
+        neighbours = tuple(tuple(range(i, i + together)) for i in range(0, devices, together))
+        return Scope(names=names, groups=neighbours, method=method), 1
+    inside = [v for v in range(1, rows + 1) if rows % v == 0]
+    across = [k * rows for k in range(2, devices + 1) if devices % k == 0]
+    raise ValueError(
+        f"`virtual_batch_size` {virtual} does not fit {rows} rows on each of {devices} devices; legal are {inside} "
+        f"within a device and {across} across devices" + ("." if ragged else ", or any below with ragged=True.")
+    )
+
+
+def _split_rows(arrays, splits, virtual):
+    """[B, ...] -> [splits, virtual, ...] of all that has rows; a smaller last virtual batch is padded and masked."""
+    x, scale, bias, where, shift = arrays
+    rows = x.shape[0]
+    missing = splits * virtual - rows
+    if missing:
+        real = jnp.arange(rows).reshape(-1, *(1,) * (x.ndim - 1)) < rows
+        where = real if where is None else jnp.broadcast_to(where, (rows, *where.shape[1:]))
+
+    def split(t):
+        if t is None:
+            return None
+        if t.shape[0] != rows or rows == 1:
+            return t[None]
+        padded = jnp.pad(t, [(0, missing)] + [(0, 0)] * (t.ndim - 1)) if missing else t
+        return padded.reshape(splits, virtual, *t.shape[1:])
+
+    return [split(t) for t in (x, scale, bias, where)] + [None if shift is None else shift[None]]

@@ -1,0 +1,152 @@
+"""The engine: one forward, one backward rule, for every norm.
+
+A norm is moments of x over some axes, pooled over a scope, then an affine map with one rounding:
+
+    y = (x - mean) * rstd * (scale + scale_offset) + bias,      rstd = 1 / sqrt(var + eps)
+
+Backward, with g = dy * (scale + scale_offset), A = sum(g), B = sum(g * xhat) over everything that shares a mean:
+
+    dx = g * rstd - (A + xhat * B) * rstd / n    (the second term for measured entries only)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from normlib import passes
+from normlib._forward import Config, effective, folded, forward, wide_or_none
+from normlib._rules import both, reverse
+from normlib.moments import Moments
+from normlib.precision import output_dtype, wide
+from normlib.scope import LOCAL, Scope, vary_typed
+
+RULES: dict[str, Callable] = {"reverse": reverse, "both": both, "autodiff": forward}
+RESCALE_ABOVE = 2.0**40  # squares of float32 overflow at 2**64; ordinary rows keep a factor of exactly 1
+
+
+class Normalized(NamedTuple):
+    """What `normalize` returns.
+
+    Attributes:
+      y: the normalised array, x's shape and dtype.
+      moments: those that y used; reduced axes of size 1, one per group of channels.
+      total: those of the whole scope, for running statistics; the same as `moments` without groups of devices or
+        virtual batches.
+    """
+
+    y: Array
+    moments: Moments
+    total: Moments
+
+
+def normalize(
+    x: Array,
+    scale: Array | None = None,
+    bias: Array | None = None,
+    *,
+    axes: tuple[int, ...],
+    eps: float,
+    centered: bool = True,
+    where: Array | None = None,
+    scale_offset: float = 0.0,
+    scope: Scope = LOCAL,
+    shift: Array | None = None,
+    rule: str = "reverse",
+    rescale: bool = False,
+    batch_invariant: bool = False,
+    backend: str | None = None,
+) -> Normalized:
+    """Normalise `x` by the moments over `axes`, pooled over `scope`.
+
+    Args:
+      x: any shape; statistics in float32 (float64 for float64 x).
+      scale: of x's rank, broadcastable to x, or None for ones.
+      bias: likewise, or None for zeros.
+      axes: non-negative axes to reduce.
+      eps: added to the variance inside the root, in units of x squared.
+      centered: False keeps the mean in (RMS).
+      where: bool of x's rank, broadcastable to x: which entries are measured; None for all.
+      scale_offset: added to `scale` in float32 (1 for gemma-style and adaptive norms).
+      scope: what else shares the statistics.
+      shift: a guess of the mean, broadcastable to the statistics: saves a pass (and a collective) where it is close.
+      rule: "reverse" (hand-written backward; the fastest), "both" (forward and reverse mode from one linear tangent
+        map), "autodiff" (JAX differentiates the forward).
+      rescale: multiply by a power of two where max|x| > 2**40, so that squares cannot overflow; a further pass.
+      batch_invariant: y of a row does not change by a bit with the number of rows beside it.
+      backend: name of the pass to run on; the one of `use_backend`, or XLA, where None.
+
+    Returns:
+      `Normalized(y, moments, total)`; cotangents of the moments are honoured.
+
+    Raises:
+      ValueError: for an unknown `rule`, a `shift` with channel groups, or shapes that do not broadcast.
+
+    Source: Ioffe and Szegedy 2015 for the backward; Chan, Golub and LeVeque 1979 for the pooling.
+
+    >>> normalize(jnp.arange(6.0).reshape(2, 3), axes=(1,), eps=0.0).y.shape
+    (2, 3)
+    """
+    if rule not in RULES:
+        raise ValueError(f"`rule` must be one of {', '.join(RULES)}; got {rule!r}.")
+    if shift is not None and scope.channels is not None:
+        raise ValueError("`shift` does not combine with groups of channels; leave it None.")
+    for name, array in (("scale", scale), ("bias", bias), ("where", where)):
+        if array is not None and jnp.broadcast_shapes(array.shape, x.shape) != x.shape:
+            raise ValueError(f"`{name}` of shape {array.shape} does not broadcast to x's shape {x.shape}.")
+    scope.check_bound()
+    config = Config(
+        axes, centered, scale_offset, scope, batch_invariant,
+        passes.current_backend() if backend is None else passes.checked(backend),
+    )  # fmt: skip
+    x = x.astype(output_dtype(x.dtype))
+    room = jnp.asarray(eps, wide(x).real.dtype)
+    factor = _power_of_two(x, config) if rescale else None
+    if factor is not None:
+        dtype, x, room = x.dtype, wide(x) * factor, room * jnp.square(factor)
+        shift = None if shift is None else shift * factor
+    run = RULES["autodiff" if jnp.iscomplexobj(x) else rule]
+    y, own, total = run(config, x, scale, bias, where, shift, room)
+    if factor is not None:
+        y = y.astype(dtype)
+        own, total = _unscaled(own, factor), _unscaled(total, factor)
+    return Normalized(y, own, total if scope.has_total else own)
+
+
+def affine(
+    x: Array, mean: Array | None, rstd: Array, scale: Array | None = None, bias: Array | None = None, *,
+    low: Array | None = None, scale_offset: float = 0.0,
+) -> Array:  # fmt: skip
+    """The affine map with given statistics, rounded once: (x - mean - low) * rstd * (scale + scale_offset) + bias.
+
+    All of x's rank and broadcastable to x; differentiated by JAX. The apply step on its own, for who schedules other
+    work between statistics and apply.
+
+    >>> affine(jnp.ones((2, 3)), jnp.ones((1, 3)), jnp.ones((1, 3))).shape
+    (2, 3)
+    """
+    x = x.astype(output_dtype(x.dtype))
+    low = None if mean is None else jnp.zeros_like(mean) if low is None else low
+    parameters = folded(rstd, effective(scale, scale_offset), wide_or_none(bias))
+    return passes.xla.apply(x, mean, low, *parameters)
+
+
+def _power_of_two(x: Array, config: Config) -> Array:
+    """A power of two by which x can be multiplied without overflow of its squares; 1 for ordinary values."""
+    scope = config.scope
+    size = jnp.where(jnp.isfinite(x), jnp.abs(x), 0) if not jnp.iscomplexobj(x) else jnp.abs(x)
+    largest = wide(jnp.max(size, config.axes, keepdims=True, initial=0))
+    if scope.channels is not None or scope.names or scope.total_axes:
+        # everything that shares statistics must share the factor
+        largest = jnp.max(largest, keepdims=True)
+        largest = lax.pmax(vary_typed(largest, scope.all_names), scope.all_names) if scope.all_names else largest
+    _, exponent = jnp.frexp(lax.stop_gradient(largest))
+    return jnp.where(largest > RESCALE_ABOVE, jnp.ldexp(jnp.ones_like(largest), -exponent), 1)
+
+
+def _unscaled(moments: Moments, factor: Array) -> Moments:
+    return moments._replace(mean=moments.mean / factor, low=moments.low / factor, m2=moments.m2 / factor / factor)

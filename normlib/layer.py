@@ -1,0 +1,68 @@
+"""Layer normalization."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Bool, Float, Num
+
+from normlib import _arguments as check
+from normlib._row import RowNormOutput, row_norm
+
+
+def layer_norm(
+    x: Num[Array, ...],
+    scale: Float[Array, ...] | None = None,
+    bias: Float[Array, ...] | None = None,
+    *,
+    axis: check.Axes = -1,
+    eps: float = 1e-5,
+    where: Bool[Array, ...] | None = None,
+    scale_offset: float = 0.0,
+    axis_name=None,
+    axis_index_groups=None,
+    method: str = "auto",
+    rule: str = "reverse",
+    rescale: bool = False,
+    batch_invariant: bool = False,
+    return_moments: bool = False,
+    backend: str | None = None,
+) -> Array | RowNormOutput:
+    """Normalise every row by its own mean and variance over `axis`.
+
+        y = (x - mean) / sqrt(var + eps) * (scale + scale_offset) + bias
+
+    Args:
+      x: `[..., D]`, or any shape with `axis` naming the normalised axes; computed in float32 (float64 for float64 x).
+      scale: the shape of x along `axis` (`[D]`), or of x's rank and broadcastable to it, or None for ones.
+      bias: likewise, or None for zeros.
+      axis: normalised axis or axes.
+      eps: added to the variance inside the root, in units of x squared.
+      where: bool, broadcastable to x: which entries are measured. A mask of lower rank stands for x's first axes.
+      scale_offset: added to `scale` in float32 (1 for zero-centred scales).
+      axis_name: mesh axis or axes over which the normalised axis is split: one collective forward, one backward.
+      axis_index_groups: groups of indices along `axis_name`; only devices of one group share.
+      method: how devices pool; see `normlib.scope.Scope`.
+      rule: "reverse", "both" or "autodiff"; see `normlib.engine.normalize`.
+      rescale: protect float32 from overflow of squares above 1e19, at the price of another pass.
+      batch_invariant: y of a row does not change by a bit with the number of rows beside it.
+      return_moments: return `RowNormOutput(y, moments)` instead of y.
+      backend: which pass runs it; None for the one of `normlib.use_backend`.
+
+    Returns:
+      y in x's shape and dtype (float32 for integers), rounded once.
+
+    Raises:
+      ValueError: for shapes, axes or groups that do not fit, or eps < 0.
+      TypeError: for a mask that is not boolean.
+      NameError: if `axis_name` is not bound here.
+
+    Source: Ba, Kiros and Hinton 2016.
+
+    >>> layer_norm(jnp.array([[1.0, 3.0], [5.0, 5.0]]), eps=0.0 + 1e-12).round(3).tolist()
+    [[-1.0, 1.0], [0.0, 0.0]]
+    """
+    out = row_norm(
+        x, scale, bias, axis=axis, eps=eps, centered=True, where=where, scale_offset=scale_offset, axis_name=axis_name,
+        axis_index_groups=axis_index_groups, method=method, rule=rule, rescale=rescale,
+        batch_invariant=batch_invariant, backend=backend,
+    )  # fmt: skip
+    return out if return_moments else out.y

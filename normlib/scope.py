@@ -1,0 +1,351 @@
+"""Scope: who shares statistics. Every statistics collective of the library is in this file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from normlib._varying import is_typed, vary
+from normlib.moments import Moments, about, positive
+
+METHODS = ("auto", "gather", "two_phase", "shifted", "adaptive", "fast")
+WORD = 4096  # counts travel as two float32 words, n = high * WORD + low: exact far beyond 2**24
+
+Sums = Callable[[Array | None], tuple[Array | None, Array]]  # k -> (s1, s2) of the local entries about k
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Which entries, besides those reduced locally, share one mean and variance.
+
+    Attributes:
+      names: mesh axes whose devices pool their statistics for y.
+      groups: equal-sized groups of indices along `names`; only devices of a group pool. None: all of them.
+      channels: number of groups that the channels along `channel_axis` form (group norm). None: every channel alone.
+      channel_axis: position of the channels in x.
+      total_names: mesh axes merged into `total`, the moments of the whole scope; those of y where None.
+      total_axes: axes of the statistics (virtual batches inside a device) merged into `total`.
+      method: how devices pool.
+        "gather": one all_gather of everybody's moments, merged by Chan's formula.
+        "two_phase": a sum for the mean, then sums about it: two all-reduces.
+        "shifted": sums about a given shift: one all-reduce; accurate while the shift is near the mean.
+        "adaptive": shifted, and redone in two phases under a condition if any mean lies farther than `tau` standard
+        deviations from the shift: one all-reduce in the normal case, accurate always.
+        "fast": raw E[x**2] - E[x]**2, for comparison only.
+        "auto": gather for groups and up to `gather_limit` devices; else adaptive with a shift, two_phase without.
+      tau: threshold of "adaptive"; the relative variance error is about 1.5e-7 + 2.3e-7 * tau**2.
+      gather_limit: most devices whose whole table is gathered; beyond it bytes do not grow with devices.
+
+    Raises:
+      ValueError: on construction, naming the attribute.
+
+    >>> Scope(names=("data",), groups=((0, 1), (2, 3))).groups
+    ((0, 1), (2, 3))
+    """
+
+    names: tuple[str, ...] = ()
+    groups: tuple[tuple[int, ...], ...] | None = None
+    channels: int | None = None
+    channel_axis: int = -1
+    total_names: tuple[str, ...] | None = None
+    total_axes: tuple[int, ...] = ()
+    method: str = "auto"
+    tau: float = 1.5
+    gather_limit: int = 8
+
+    def __post_init__(self):
+        if self.method not in METHODS:
+            raise ValueError(f"`method` must be one of {', '.join(METHODS)}; got {self.method!r}.")
+        if not self.tau > 0:
+            raise ValueError(f"`tau` must be positive; got {self.tau}.")
+        if self.groups is None:
+            return
+        if not self.names:
+            raise ValueError("`axis_index_groups` needs `axis_name`: the groups are of indices along that axis.")
+        if self.method not in ("auto", "gather"):
+            raise ValueError(
+                f"`method` {self.method!r} does not work with device groups, whose members could disagree on a "
+                "condition; use 'gather' (or leave it 'auto')."
+            )
+        flat = [index for group in self.groups for index in group]
+        if len({len(group) for group in self.groups}) != 1 or sorted(flat) != list(range(len(flat))):
+            raise ValueError(
+                "`axis_index_groups` must be groups of one size in which every axis index 0..P-1 stands exactly once; "
+                f"got {self.groups}."
+            )
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The mesh axes of `total`."""
+        return self.names if self.total_names is None else self.total_names
+
+    @property
+    def has_total(self) -> bool:
+        """True if the moments of the whole scope differ from those that y uses."""
+        return self.groups is not None or self.all_names != self.names or bool(self.total_axes)
+
+    def check_bound(self) -> None:
+        """Check that the mesh axes are bound where the norm is traced and that the groups cover them.
+
+        Raises:
+          NameError: if a mesh axis is not bound.
+          ValueError: if the groups do not cover the axis.
+        """
+        axis_size(self.all_names)
+        if self.groups is not None and sum(map(len, self.groups)) != axis_size(self.names):
+            raise ValueError(
+                f"`axis_index_groups` must cover the {axis_size(self.names)} indices of {self.names}; got "
+                f"{self.groups}, which cover {sum(map(len, self.groups))}."
+            )
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def pool(
+        self, local: Callable[[], Moments], sums: Sums, count: Array, *, shift: Array | None, eps, centered: bool,
+        counted: bool,
+    ) -> tuple[Moments, Moments]:  # fmt: skip
+        """(moments that y uses, moments of the whole scope), pooled from this device's.
+
+        Args:
+          local: gives this device's moments, accurately, by channel.
+          sums: k -> this device's sums about k, by channel; k is None (for 0) or by group of channels.
+          count: int32 local count, shape broadcastable to the statistics.
+          shift: a guess of the mean, or None; anything not finite in it counts as 0.
+          eps: what will be added to the variance; keeps dead channels from asking for a redo.
+          centered: False for uncentred moments, which are plain sums: one all-reduce, no method.
+          counted: True if counts differ between devices (a mask) and so must travel.
+        """
+        method = self._method(shift)
+        reduce = self._reducer(count, counted)
+        if self.names and (self.groups is not None or (method == "gather" and centered)):
+            return self._pool_gathered(self._merge_channels(local()))
+        if not centered:
+            n, _, s2 = reduce(None, sums(None)[1])
+            own = about(0.0, n, None, s2)
+        elif method in ("shifted", "adaptive", "fast"):
+            own = self._pool_shifted(reduce, sums, shift, method, eps)
+        elif self.names:
+            own = self._pool_two_phase(reduce, sums)
+        else:
+            own = self._merge_channels(local())
+        return own, self._total_of(own, shift) if self.has_total else own
+
+    def _method(self, shift) -> str:
+        if self.method == "shifted" and shift is None:
+            raise ValueError("`method` 'shifted' needs `shift`, a guess of the mean such as the running mean.")
+        if self.method != "auto":
+            return self.method
+        if self.names and (self.groups is not None or axis_size(self.names) <= self.gather_limit):
+            return "gather"
+        return "two_phase" if shift is None else "adaptive"
+
+    def _reducer(self, count, counted):
+        """(s1 or None, s2 or None) -> (count, s1, s2) summed over channel groups and devices in one collective."""
+
+        def reduce(s1, s2):
+            n = self.sum_channels(jnp.broadcast_to(count, (s1 if s2 is None else s2).shape))
+            words = [self.sum_channels(s) for s in (s1, s2) if s is not None]
+            if self.names and counted:
+                n, *words = unpack_counts(psum_packed([*pack_counts(n), *words], self.names))
+            elif self.names:
+                n, words = n * axis_size(self.names), psum_packed(words, self.names)
+            left = iter(words)
+            return n, *(None if s is None else next(left) for s in (s1, s2))
+
+        return reduce
+
+    def _pool_two_phase(self, reduce, sums) -> Moments:
+        n, s1, _ = reduce(sums(None)[0], None)
+        k = lax.stop_gradient(s1 / positive(n, s1.real.dtype))
+        return about(k, *reduce(*sums(k)))
+
+    def _pool_shifted(self, reduce, sums, shift, method, eps) -> Moments:
+        if shift is None or method == "fast":
+            k, total = jnp.zeros(()), reduce(*sums(None))
+        else:
+            k = lax.stop_gradient(jnp.where(jnp.isfinite(shift), shift, 0))
+            total = reduce(*sums(k))
+        guess = about(k, *total)
+        if method != "adaptive":
+            return guess
+        # negated, so that a NaN asks for the redo; eps keeps dead channels with a lagging shift from asking
+        far = ~(jnp.square(guess.mean - k) <= self.tau**2 * (guess.var + eps))
+        return lax.cond(jnp.any(far), lambda: self._pool_two_phase(reduce, sums), lambda: guess)
+
+    def _pool_gathered(self, mine: Moments) -> tuple[Moments, Moments]:
+        names, size = self.names, axis_size(self.names)
+        whole = self.groups is None or size <= self.gather_limit
+        table = self._gather(mine, names, None if whole else self.groups)
+        if self.groups is None or not whole:
+            own = table.merge_axis(0)
+            return own, self._total_of(own, None) if self.has_total else own
+        own = jax.tree.map(lambda t: t[self._members()], table).merge_axis(0)
+        total = table.merge_axis(0)
+        return own, total.merge_axis(self.total_axes, keepdims=True) if self.total_axes else total
+
+    def _total_of(self, own: Moments, shift) -> Moments:
+        """The moments of the whole scope, when only y's own part of it has been pooled."""
+        if self.total_axes:
+            own = own.merge_axis(self.total_axes, keepdims=True)
+        names = self.all_names
+        if names == self.names and self.groups is None:
+            return own
+        if self.groups is None and axis_size(names) <= self.gather_limit:
+            return self._gather(own, names, None).merge_axis(0)
+        # every member of a group holds the group's moments: count each group once, through its first member
+        weight = 1 if self.groups is None else jnp.isin(lax.axis_index(names), jnp.array([g[0] for g in self.groups]))
+        own = own._replace(count=own.count * weight, m2=own.m2 * weight)
+        if shift is None:
+            raw, _ = own.sums_about(jnp.zeros_like(own.mean))
+            n, s1 = unpack_counts(psum_packed([*pack_counts(own.count), raw], names))
+            shift = s1 / positive(n, s1.dtype)
+        k = lax.stop_gradient(jnp.where(jnp.isfinite(shift), shift, 0))
+        k = jnp.broadcast_to(k, own.mean.shape)
+        return about(k, *unpack_counts(psum_packed([*pack_counts(own.count), *own.sums_about(k)], names)))
+
+    def _gather(self, mine: Moments, names, groups) -> Moments:
+        words = [*pack_counts(mine.count), mine.mean, mine.low, mine.m2]
+        # an invarying result lets the moments of the whole scope leave shard_map through out_specs P()
+        to = "invarying" if is_typed(names) and groups is None else "varying"
+        table = lax.all_gather(vary_typed(stack(words), names), names, axis_index_groups=groups, to=to)
+        return Moments(*unpack_counts([cast(table[:, i], w.dtype) for i, w in enumerate(words)]))
+
+    def _members(self) -> Array:
+        """Indices of the devices in this device's group."""
+        groups = self.groups or ()
+        group_of = {index: number for number, group in enumerate(groups) for index in group}
+        mine = jnp.array([group_of[index] for index in range(len(group_of))])[lax.axis_index(self.names)]
+        return jnp.array(groups)[mine]
+
+    def _merge_channels(self, moments: Moments) -> Moments:
+        if self.channels is None:
+            return moments
+        return jax.tree.map(self._split_channels, moments).merge_axis(self._within)
+
+    # -- channel groups -----------------------------------------------------------------------------------------
+
+    @property
+    def _within(self) -> int:
+        return self.channel_axis + 1
+
+    def _split_channels(self, t: Array) -> Array:
+        """[..., C, ...] -> [..., G, C / G, ...]: tiny statistics, never x."""
+        shape, groups = t.shape, self.channels or 1
+        split = (groups, shape[self.channel_axis] // groups)
+        return t.reshape(*shape[: self.channel_axis], *split, *shape[self.channel_axis + 1 :])
+
+    def sum_channels(self, t: Array) -> Array:
+        """Sum over the channels of each group: [..., C, ...] -> [..., G, ...]."""
+        return t if self.channels is None else jnp.sum(self._split_channels(t), self._within)
+
+    def expand(self, t: Array, channels: int) -> Array:
+        """[..., G, ...] -> [..., C, ...]: each channel its group's value; the identity without channel groups."""
+        if self.channels is None:
+            return t
+        return jnp.repeat(t, channels // self.channels, self.channel_axis, total_repeat_length=channels)
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def sum_cotangents(self, own: list[Array], total: list[Array] | None) -> tuple[list[Array], list[Array] | None]:
+        """Sum `own` over the devices that share y's statistics and `total` over the whole scope.
+
+        One collective where one can do both. `total` is None where its cotangents are zero or already summed.
+        """
+        if self.groups is not None:
+            return self._sum_cotangents_in_groups(own, total)
+        if self.names and total is not None and self.names == self.all_names:
+            summed = psum_packed(own + total, self.names)
+            return summed[: len(own)], summed[len(own) :]
+        own = psum_packed(own, self.names) if self.names else own
+        return own, psum_packed(total, self.all_names) if total is not None and self.all_names else total
+
+    def group_mean(self, own: Moments) -> Moments:
+        """The count-weighted mean of the groups' means and variances, with a group's count (rounded if they differ)."""
+        n = own.count.astype(own.m2.dtype)
+        filled = (own.count > 0).astype(n.dtype)
+        entries, groups, s1, m2 = self.sum_total([n, filled, n * (own.mean + own.low), own.m2])
+        safe = jnp.maximum(entries, 1)
+        size = entries / jnp.maximum(groups, 1)
+        return Moments(jnp.round(size).astype(jnp.int32), s1 / safe, jnp.zeros_like(s1), m2 / safe * size)
+
+    def sum_total(self, words: list[Array]) -> list[Array]:
+        """Sum tiny arrays over everything that `total` merges: virtual batches and devices."""
+        words = [jnp.sum(w, self.total_axes, keepdims=True) if self.total_axes else w for w in words]
+        return psum_packed(words, self.all_names) if self.all_names else words
+
+    def _sum_cotangents_in_groups(self, own, total):
+        whole = axis_size(self.names) <= self.gather_limit
+        sent = own + total if whole and total is not None else own
+        table = lax.all_gather(
+            vary_typed(stack(sent), self.names), self.names,
+            axis_index_groups=None if whole else self.groups,
+        )  # fmt: skip
+        mine = table[self._members()] if whole else table
+        summed = [unbroadcast(t, like.shape) for t, like in zip(mine.sum(0), own)]
+        if total is None:
+            return summed, None
+        rest = table[:, len(own) :].sum(0) if whole else psum_packed(total, self.names)
+        return summed, [unbroadcast(t, like.shape) for t, like in zip(rest, total)]
+
+
+LOCAL = Scope()
+
+
+def axis_size(names: tuple[str, ...]) -> int:
+    """Number of devices along `names` together.
+
+    Raises:
+      NameError: if a name is not bound, saying where it must be.
+    """
+    try:
+        return math.prod(lax.axis_size(name) for name in names)
+    except NameError as error:
+        raise NameError(
+            f"`axis_name` {names} is not bound here ({error}): call the norm inside jax.shard_map over a mesh with "
+            "that axis, or jax.pmap or jax.vmap with that axis_name. Initialisation and inference do not need it; "
+            "under plain jit with a globally sharded batch leave `axis_name` None, statistics are global there."
+        ) from None
+
+
+def vary_typed(x: Array, names) -> Array:
+    """`x` (any shape) varying over `names` where JAX tracks that, unchanged elsewhere."""
+    return vary(x, names) if is_typed(names) else x
+
+
+def psum_packed(words: list[Array], names: tuple[str, ...]) -> list[Array]:
+    """Sum each of `words` (tiny arrays of one common shape) over `names` with a single all-reduce."""
+    summed = lax.psum(vary_typed(stack(words), names), names)
+    return [cast(summed[i], w.dtype) for i, w in enumerate(words)]
+
+
+def stack(words: list[Array]) -> Array:
+    """[W, *shape] of tiny arrays of shapes that broadcast; counts beside float64 or complex words become such too."""
+    return jnp.stack(jnp.broadcast_arrays(*words))
+
+
+def cast(t: Array, dtype) -> Array:
+    """`t`, any shape, in `dtype`; the real part where that is real."""
+    return (t if jnp.issubdtype(dtype, jnp.complexfloating) else t.real).astype(dtype)
+
+
+def pack_counts(count: Array) -> list[Array]:
+    """An int32 count, any shape, as two float32 words whose sums over devices stay exact."""
+    return [(count // WORD).astype(jnp.float32), (count % WORD).astype(jnp.float32)]
+
+
+def unpack_counts(words: list[Array]) -> list[Array]:
+    """[high, low, *rest] -> [count, *rest]."""
+    high, low, *rest = words
+    return [high.astype(jnp.int32) * WORD + low.astype(jnp.int32), *rest]
+
+
+def unbroadcast(t: Array, shape: tuple[int, ...]) -> Array:
+    """Sum `t` over the axes along which `shape` (of the same rank) has size 1 and `t` has not."""
+    axes = tuple(i for i, (a, b) in enumerate(zip(t.shape, shape)) if a != b)
+    return jnp.sum(t, axes, keepdims=True) if axes else t
