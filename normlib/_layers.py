@@ -299,15 +299,15 @@ def batch_norm(
     if settings.frozen:
         scale, bias, running = jax.tree.map(jax.lax.stop_gradient, (scale, bias, running))
     x, out = _widened(settings, x, scale, bias)
-    scale, bias = (_reshaped(p, name, shape, x) for p, name in ((scale, "scale"), (bias, "bias")))
+    scale, bias = (p if p is None else _fitted(p, n, shape, x) for p, n in ((scale, "scale"), (bias, "bias")))
     axis = features[0] if len(features) == 1 else features
     if running is not None and (use_running_average or settings.frozen):
-        mean, var = (_reshaped(p, name, shape, x) for p, name in ((running.mean, "mean"), (running.var, "var")))
+        mean, var = _fitted(running.mean, "mean", shape, x), _fitted(running.var, "var", shape, x)
         y = batch.batch_norm_inference(
             x, mean, var, scale, bias, axis=axis, eps=settings.epsilon, scale_offset=settings.scale_offset
         )
         return y.astype(out), None
-    shift = None if running is None else jax.lax.stop_gradient(_reshaped(running.mean, "mean", shape, x))
+    shift = None if running is None else jax.lax.stop_gradient(_fitted(running.mean, "mean", shape, x))
     y, moments = batch.batch_norm(
         x,
         scale,
@@ -325,9 +325,8 @@ def batch_norm(
     return y.astype(out), _updated(settings, running, jax.lax.stop_gradient(moments), shape)
 
 
-def _reshaped(value: Array | None, name: str, shape: tuple[int, ...], x: Array) -> Array | None:
-    if value is None or value.shape == shape:
-        return value
+def _fitted(value: Array, name: str, shape: tuple[int, ...], x: Array) -> Array:
+    """One entry per feature, in the features' shape in x."""
     if value.size != math.prod(shape):
         raise ValueError(
             f"`{name}` has shape {value.shape}, but x of shape {x.shape} has features of shape {shape}; "
@@ -341,10 +340,10 @@ def _updated(settings: Any, running: Running, moments: Any, shape: tuple[int, ..
     counted = jnp.any(moments.count > 0)
     if settings.skip_nonfinite_update:  # all features or none, so that they have all seen the same batches
         counted &= jnp.all(jnp.isfinite(moments.mean)) & jnp.all(jnp.isfinite(moments.m2))
-    dtype = jnp.promote_types(jnp.float32, moments.mean.dtype)
-    old = [jax.lax.stop_gradient(v.reshape(shape)) for v in running[:2]]
-    old[0] = old[0].astype(dtype)
-    cumulative = running.num_batches is not None
+    old = [
+        jax.lax.stop_gradient(v.reshape(shape).astype(jnp.promote_types(v.dtype, new.dtype)))
+        for v, new in ((running.mean, moments.mean), (running.var, moments.m2))
+    ]
     momentum = settings.momentum if running.num_batches is None else 0.0
     new = list(update_running(old[0], old[1], moments, momentum=momentum, unbiased=settings.unbiased))
     batches = running.num_batches

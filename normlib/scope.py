@@ -174,8 +174,9 @@ class Scope:
         guess = about(k, *total)
         if method != "adaptive":
             return guess
-        # negated, so that a NaN asks for the redo; eps keeps dead channels with a lagging shift from asking
-        far = ~(jnp.square(guess.mean - k) <= self.tau**2 * (guess.var + eps))
+        # negated, so that a NaN asks for the redo; eps keeps dead channels with a lagging shift from asking. A shift
+        # of 1e19 overflows the squares and makes both sides infinite, which must ask too.
+        far = ~(jnp.square(guess.mean - k) <= self.tau**2 * (guess.var + eps)) | ~jnp.isfinite(guess.m2)
         return lax.cond(jnp.any(far), lambda: self._pool_two_phase(reduce, sums), lambda: guess)
 
     def _pool_gathered(self, mine: Moments) -> tuple[Moments, Moments]:
