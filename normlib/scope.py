@@ -213,8 +213,15 @@ class Scope:
     def _gather(self, mine: Moments, names, groups) -> Moments:
         words = [*pack_counts(mine.count), mine.mean, mine.low, mine.m2]
         # an invarying result lets the moments of the whole scope leave shard_map through out_specs P()
-        to = "invarying" if is_typed(names) and groups is None else "varying"
-        table = lax.all_gather(vary_typed(stack(words), names), names, axis_index_groups=groups, to=to)
+        typed = is_typed(names)
+        if len(names) > 1 and groups is None and not typed:
+            # under nested vmap JAX gathers over one axis only, but sums over several: everybody fills in its own row
+            row = stack(words)
+            table = jnp.zeros((axis_size(names), *row.shape), row.dtype).at[lax.axis_index(names)].set(row)
+            table = lax.psum(table, names)
+        else:
+            to = "invarying" if typed and groups is None else "varying"
+            table = lax.all_gather(vary_typed(stack(words), names), names, axis_index_groups=groups, to=to)
         return Moments(*unpack_counts([cast(table[:, i], w.dtype) for i, w in enumerate(words)]))
 
     def _members(self) -> Array:
