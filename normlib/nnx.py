@@ -56,6 +56,14 @@ def _value(parameter: Any) -> Array | None:
     return None if parameter is None else parameter[...]
 
 
+def _store(leaf: Any, value: Array) -> None:
+    """Write into a variable, which an indexed write would keep real where the value has become complex."""
+    if value.dtype == leaf.dtype:
+        leaf[...] = value
+    else:
+        leaf.set_value(value)
+
+
 class BatchNorm(_Norm):
     """Batch norm, synchronised, in virtual batches or frozen as its arguments say.
 
@@ -185,7 +193,7 @@ class BatchNorm(_Norm):
         y, new = _layers.batch_norm(self, x, scale, bias, mask, running, use_running_average=evaluating)
         if new is not None:
             for name, leaf in stored.items():
-                leaf[...] = getattr(new, name)
+                _store(leaf, getattr(new, name))
         return y
 
     def _evaluating(self, given: bool | None) -> bool:
