@@ -51,9 +51,9 @@ def assert_trees_equal(got, expected):
 class Classifier(nn.Module):
     @nn.compact
     def __call__(self, x, train):
-        x = nn.relu(BatchNorm(use_running_average=not train, momentum=0.9)(nn.Conv(8, (3, 3))(x)))
-        x = nn.relu(GroupNorm(num_groups=2)(nn.Conv(8, (3, 3))(x)))
-        x = LayerNorm()(nn.Dense(16)(InstanceNorm()(x).max((1, 2))))
+        x = nn.relu(BatchNorm(use_running_average=not train, momentum=0.9)(nn.Dense(8)(x)))
+        x = nn.relu(GroupNorm(num_groups=2)(nn.Dense(8)(x)))
+        x = LayerNorm()(nn.Dense(16)(InstanceNorm()(x).max(1)))
         return nn.Dense(2)(RMSNorm()(x))
 
 
@@ -63,12 +63,12 @@ class State(TrainState):
 
 @pytest.mark.fast
 def test_a_model_with_every_layer_trains_with_train_state_and_optax_and_evaluates():
-    x = jnp.asarray(RNG.normal(0, 1, (32, 6, 6, 1)), jnp.float32)
-    labels = (x.mean((1, 2, 3)) > 0).astype(jnp.int32)
+    x = jnp.asarray(RNG.normal(0, 1, (32, 6, 4)), jnp.float32)
+    labels = (x[..., 0].max(1) > 1.2).astype(jnp.int32)
     model = Classifier()
     variables = jax.jit(lambda k: model.init(k, x, train=False))(jax.random.key(0))
     state = State.create(
-        apply_fn=model.apply, params=variables["params"], tx=optax.adam(1e-2), batch_stats=variables["batch_stats"]
+        apply_fn=model.apply, params=variables["params"], tx=optax.adam(3e-2), batch_stats=variables["batch_stats"]
     )
 
     @jax.jit
@@ -82,7 +82,7 @@ def test_a_model_with_every_layer_trains_with_train_state_and_optax_and_evaluate
         return state.apply_gradients(grads=grads, batch_stats=new["batch_stats"]), loss
 
     losses = []
-    for _ in range(40):
+    for _ in range(150):
         state, loss = train_step(state)
         losses.append(float(loss))
     assert losses[-1] < 0.2 * losses[0]
@@ -184,7 +184,7 @@ def test_b1_one_row_gives_bias_and_finite_running_statistics():
     np.testing.assert_allclose(stats["mean"], np.full(3, 0.7), rtol=1e-6)
     np.testing.assert_allclose(stats["var"], np.full(3, 0.9), rtol=1e-6)
     for layer in (GroupNorm(num_groups=3), InstanceNorm()):
-        np.testing.assert_array_equal(layer.init_with_output(jax.random.key(0), jnp.full((1, 3), 7.0))[0], y)
+        np.testing.assert_array_equal(jax.jit(layer.init_with_output)(jax.random.key(0), jnp.full((1, 3), 7.0))[0], y)
 
 
 @pytest.mark.parametrize("momentum", [0.9, None])

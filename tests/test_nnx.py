@@ -49,9 +49,9 @@ def assert_trees_equal(got, expected):
 
 class Classifier(nnx.Module):
     def __init__(self, rngs):
-        self.first = nnx.Conv(1, 8, (3, 3), rngs=rngs)
+        self.first = nnx.Linear(4, 8, rngs=rngs)
         self.bn = BatchNorm(8, momentum=0.9, rngs=rngs)
-        self.second = nnx.Conv(8, 8, (3, 3), rngs=rngs)
+        self.second = nnx.Linear(8, 8, rngs=rngs)
         self.gn = GroupNorm(8, num_groups=2, rngs=rngs)
         self.instance = InstanceNorm(8, rngs=rngs)
         self.third = nnx.Linear(8, 16, rngs=rngs)
@@ -61,16 +61,16 @@ class Classifier(nnx.Module):
 
     def __call__(self, x):
         x = nnx.relu(self.bn(self.first(x)))
-        x = self.instance(nnx.relu(self.gn(self.second(x)))).max((1, 2))
+        x = self.instance(nnx.relu(self.gn(self.second(x)))).max(1)
         return self.last(self.rms(self.ln(self.third(x))))
 
 
 @pytest.mark.fast
 def test_a_model_with_every_layer_trains_with_nnx_optimizer_and_evaluates():
-    x = jnp.asarray(RNG.normal(0, 1, (32, 6, 6, 1)), jnp.float32)
-    labels = (x.mean((1, 2, 3)) > 0).astype(jnp.int32)
+    x = jnp.asarray(RNG.normal(0, 1, (32, 6, 4)), jnp.float32)
+    labels = (x[..., 0].max(1) > 1.2).astype(jnp.int32)
     model = Classifier(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, optax.adam(3e-2), wrt=nnx.Param)
 
     @nnx.jit
     def train_step(model, optimizer):
@@ -82,15 +82,12 @@ def test_a_model_with_every_layer_trains_with_nnx_optimizer_and_evaluates():
         return loss
 
     model.train()
-    losses = [float(train_step(model, optimizer)) for _ in range(40)]
+    losses = [float(train_step(model, optimizer)) for _ in range(150)]
     assert losses[-1] < 0.2 * losses[0]
     model.eval()
     before = stats(model)
-    assert (call_plain(model, x).argmax(-1) == labels).mean() > 0.9
+    assert (nnx.jit(lambda model, x: model(x))(model, x).argmax(-1) == labels).mean() > 0.9
     assert_trees_equal(stats(model), before)
-
-
-call_plain = nnx.jit(lambda model, x: model(x))
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------
@@ -111,10 +108,9 @@ def test_train_eval_and_view_choose_the_statistics():
     np.testing.assert_allclose(model.mean[...], mean, rtol=1e-6)
 
     viewed = nnx.view(model, use_running_average=False)
-    np.testing.assert_allclose(viewed(X + 1), numpy_bn(X + 1), atol=2e-5)
-    np.testing.assert_allclose(
-        model(X + 1, use_running_average=True), (X + 1 - model.mean[...]) / np.sqrt(var), rtol=1e-4
-    )
+    np.testing.assert_allclose(call(viewed, X + 1), numpy_bn(X + 1), atol=2e-5)
+    expected = (X + 1 - model.mean[...]) / np.sqrt(model.var[...] + 1e-5)
+    np.testing.assert_allclose(model(X + 1, use_running_average=True), expected, atol=2e-5)
 
 
 def test_j68_j52_state_is_flax_s_by_default_and_one_counter_more_with_the_options_that_need_it():
