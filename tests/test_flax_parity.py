@@ -239,6 +239,22 @@ def test_synchronised_layers_agree_with_flax_s_under_vmap_with_an_axis_name():
     jax.tree.map(assert_close, mine, flax_s)
 
 
+def test_complex_input_has_a_complex_mean_and_a_real_variance_as_in_flax():
+    x = jax.lax.complex(inputs(ROWS, seed=4), inputs(ROWS, seed=5))
+    ours, theirs = (m.BatchNorm(use_running_average=False) for m in (normlib.linen, flax_linen))
+    variables = theirs.init(jax.random.key(0), x)
+    (y, new), (z, flax_s) = (
+        jax.jit(lambda x, m=m: m.apply(variables, x, mutable=["batch_stats"]))(x) for m in (ours, theirs)
+    )
+    np.testing.assert_allclose(y, z, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), new, flax_s)
+    assert jax.tree.map(jnp.dtype, new) == jax.tree.map(jnp.dtype, flax_s)
+
+    layer = normlib.nnx.BatchNorm(8, rngs=flax_nnx.Rngs(0))
+    layer(x)
+    np.testing.assert_allclose(layer.mean[...], new["batch_stats"]["mean"], rtol=1e-5)
+
+
 # ---- models, keys, checkpoints ---------------------------------------------------------------------------------------
 
 

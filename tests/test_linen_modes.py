@@ -1,5 +1,8 @@
 """The linen layers across devices and under transforms, and what bad settings say."""
 
+import doctest
+from pathlib import Path
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -325,3 +328,10 @@ def test_an_illegal_virtual_batch_size_lists_the_legal_ones_in_training_only():
     layer.apply(variables, X, use_running_average=True)
     with pytest.raises(ValueError, match=r"`virtual_batch_size` 3 does not fit 8 rows.*\[1, 2, 4, 8\]"):
         layer.apply(variables, X, mutable=["batch_stats"], **TRAIN)
+
+
+def test_the_examples_of_the_layers_guide_hold():
+    guide = Path(__file__).resolve().parents[1] / "docs" / "layers.md"
+    failed, tried = doctest.testfile(str(guide), module_relative=False)
+    assert failed == 0
+    assert tried > 20
