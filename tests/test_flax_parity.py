@@ -248,7 +248,7 @@ def test_complex_input_has_a_complex_mean_and_a_real_variance_as_in_flax():
     )
     np.testing.assert_allclose(y, z, atol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), new, flax_s)
-    assert jax.tree.map(jnp.dtype, new) == jax.tree.map(jnp.dtype, flax_s)
+    assert jax.tree.map(lambda t: t.dtype, new) == jax.tree.map(lambda t: t.dtype, flax_s)
 
     layer = normlib.nnx.BatchNorm(8, rngs=flax_nnx.Rngs(0))
     layer(x)
