@@ -10,9 +10,12 @@ from flax.training.train_state import TrainState
 
 from normlib.linen import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 
-RNG = np.random.default_rng(0)
-X = jnp.asarray(RNG.normal(2, 3, (8, 5, 3)), jnp.float32)
+X = jnp.asarray(np.random.default_rng(0).normal(2, 3, (8, 5, 3)), jnp.float32)
 TRAIN = {"use_running_average": False}
+
+
+def rng():
+    return np.random.default_rng(2)
 
 
 def numpy_stats(x, where=None):
@@ -52,8 +55,8 @@ class Classifier(nn.Module):
     @nn.compact
     def __call__(self, x, train):
         x = nn.relu(BatchNorm(use_running_average=not train, momentum=0.9)(nn.Dense(8)(x)))
-        x = nn.relu(GroupNorm(num_groups=2)(nn.Dense(8)(x)))
-        x = LayerNorm()(nn.Dense(16)(InstanceNorm()(x).max(1)))
+        x = x + nn.relu(GroupNorm(num_groups=2)(nn.Dense(8)(x)))
+        x = LayerNorm()(nn.Dense(16)((x + InstanceNorm()(x)).mean(1)))
         return nn.Dense(2)(RMSNorm()(x))
 
 
@@ -63,12 +66,12 @@ class State(TrainState):
 
 @pytest.mark.fast
 def test_a_model_with_every_layer_trains_with_train_state_and_optax_and_evaluates():
-    x = jnp.asarray(RNG.normal(0, 1, (32, 6, 4)), jnp.float32)
-    labels = (x[..., 0].max(1) > 1.2).astype(jnp.int32)
+    x = jnp.asarray(rng().normal(0, 1, (32, 6, 4)), jnp.float32)
+    labels = (x[..., 0].mean(1) > 0).astype(jnp.int32)
     model = Classifier()
     variables = jax.jit(lambda k: model.init(k, x, train=False))(jax.random.key(0))
     state = State.create(
-        apply_fn=model.apply, params=variables["params"], tx=optax.adam(3e-2), batch_stats=variables["batch_stats"]
+        apply_fn=model.apply, params=variables["params"], tx=optax.adam(1e-2), batch_stats=variables["batch_stats"]
     )
 
     @jax.jit
@@ -82,7 +85,7 @@ def test_a_model_with_every_layer_trains_with_train_state_and_optax_and_evaluate
         return state.apply_gradients(grads=grads, batch_stats=new["batch_stats"]), loss
 
     losses = []
-    for _ in range(150):
+    for _ in range(60):
         state, loss = train_step(state)
         losses.append(float(loss))
     assert losses[-1] < 0.2 * losses[0]
@@ -240,14 +243,14 @@ def test_force_float32_reductions_false_changes_stored_dtypes_only():
 
 
 def test_c3_the_variance_is_accurate_at_mean_1e4_whatever_use_fast_variance_says():
-    x = jnp.asarray(RNG.normal(1e4, 1, (4096, 4)), jnp.float32)
+    x = jnp.asarray(rng().normal(1e4, 1, (4096, 4)), jnp.float32)
     for fast in (True, False):
         y, _ = step(layer := BatchNorm(**TRAIN, use_fast_variance=fast), start(layer, x), x)
         np.testing.assert_allclose(y, numpy_bn(x), atol=1e-5)
 
 
 def test_float64_input_is_computed_in_float64(double_precision):
-    x = jnp.asarray(RNG.normal(2, 3, (16, 4)), jnp.float64)
+    x = jnp.asarray(rng().normal(2, 3, (16, 4)), jnp.float64)
     layer = BatchNorm(**TRAIN, param_dtype=jnp.float64, force_float32_reductions=False)
     y, stats = step(layer, start(layer, x), x)
     np.testing.assert_allclose(y, numpy_bn(x), atol=1e-14)
@@ -258,8 +261,8 @@ def test_float64_input_is_computed_in_float64(double_precision):
 
 
 def test_j26_group_norm_takes_a_mask_with_a_trailing_one():
-    x = jnp.asarray(RNG.normal(1, 2, (2, 3, 4, 6)), jnp.float32)
-    mask = RNG.random((2, 3, 4, 1)) < 0.6
+    x = jnp.asarray(rng().normal(1, 2, (2, 3, 4, 6)), jnp.float32)
+    mask = rng().random((2, 3, 4, 1)) < 0.6
     layer = GroupNorm(num_groups=2)
     y = jax.jit(lambda x, m: layer.apply(layer.init(jax.random.key(0), x), x, mask=m))(x, mask)
     for n in range(2):
@@ -272,7 +275,7 @@ def test_j26_group_norm_takes_a_mask_with_a_trailing_one():
 
 @pytest.mark.parametrize("layer", [BatchNorm(**TRAIN), LayerNorm(), RMSNorm(), GroupNorm(3), InstanceNorm()])
 def test_j24_nan_behind_the_mask_reaches_nothing_that_is_measured(layer):
-    mask = jnp.asarray(RNG.random((8, 5, 1)) < 0.7).at[:, 0].set(True)
+    mask = jnp.asarray(rng().random((8, 5, 1)) < 0.7).at[:, 0].set(True)
     poisoned = jnp.where(mask, X, jnp.nan)
     variables = start(layer)
 
@@ -286,7 +289,7 @@ def test_j24_nan_behind_the_mask_reaches_nothing_that_is_measured(layer):
 
 
 def test_j60_a_positive_axis_is_the_negative_one():
-    x = jnp.asarray(RNG.normal(0, 1, (3, 4, 5, 6)), jnp.float32)
+    x = jnp.asarray(rng().normal(0, 1, (3, 4, 5, 6)), jnp.float32)
     y, z = (step(layer := BatchNorm(**TRAIN, axis=axis), start(layer, x), x)[0] for axis in (3, -1))
     np.testing.assert_array_equal(y, z)
 
@@ -318,14 +321,14 @@ def test_rule_both_gives_forward_mode(layer):
     def f(x):
         return layer.apply(variables, x, mutable=["batch_stats"])[0]
 
-    direction, cotangent = (jnp.asarray(RNG.normal(0, 1, X.shape), jnp.float32) for _ in range(2))
+    direction, cotangent = jnp.asarray(rng().normal(0, 1, (2, *X.shape)), jnp.float32)
     tangent = jax.jit(lambda x, d: jax.jvp(f, (x,), (d,))[1])(X, direction)
     back = jax.jit(lambda x, g: jax.vjp(f, x)[1](g)[0])(X, cotangent)
     np.testing.assert_allclose(jnp.vdot(back, direction), jnp.vdot(tangent, cotangent), rtol=1e-4)
 
 
 def test_batch_invariant_rows_keep_their_bits_beside_other_rows():
-    x = jnp.asarray(RNG.normal(0, 1, (70, 96)), jnp.float32)
+    x = jnp.asarray(rng().normal(0, 1, (70, 96)), jnp.float32)
     for layer in (LayerNorm(batch_invariant=True), RMSNorm(batch_invariant=True)):
         variables = start(layer, x)
         run = jax.jit(layer.apply)

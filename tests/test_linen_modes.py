@@ -13,12 +13,15 @@ from jax.sharding import PartitionSpec as P
 
 from normlib.linen import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 
-RNG = np.random.default_rng(0)
 TRAIN = {"use_running_average": False}
-X = jnp.asarray(RNG.normal(2, 3, (8, 5, 3)), jnp.float32)
-G = jnp.asarray(RNG.normal(0, 1, (8, 5, 3)), jnp.float32)
+X = jnp.asarray(np.random.default_rng(0).normal(2, 3, (8, 5, 3)), jnp.float32)
+G = jnp.asarray(np.random.default_rng(1).normal(0, 1, (8, 5, 3)), jnp.float32)
 MASK = np.ones((8, 5, 1), bool)
 MASK[0, 2:], MASK[4:6] = False, False  # the third of four devices has no valid row
+
+
+def rng():
+    return np.random.default_rng(2)
 
 
 def mesh(*sizes, names=("d",)):
@@ -121,8 +124,8 @@ def test_j36_every_layer_initialises_without_its_axis():
 
 
 def test_layer_norm_and_rms_norm_with_the_features_split_over_devices():
-    x = jnp.asarray(RNG.normal(1, 2, (6, 16)), jnp.float32)
-    scale = jnp.asarray(RNG.normal(1, 1, 16), jnp.float32)
+    x = jnp.asarray(rng().normal(1, 2, (6, 16)), jnp.float32)
+    scale = jnp.asarray(rng().normal(1, 1, 16), jnp.float32)
     for layer in (LayerNorm, RMSNorm):
         split, alone = layer(axis_name="d"), layer()
         extra = {"bias": jnp.zeros(16)} if layer is LayerNorm else {}

@@ -11,10 +11,13 @@ from jax.sharding import PartitionSpec as P
 
 from normlib.nnx import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 
-RNG = np.random.default_rng(0)
-X = jnp.asarray(RNG.normal(2, 3, (8, 5, 3)), jnp.float32)
-G = jnp.asarray(RNG.normal(0, 1, (8, 5, 3)), jnp.float32)
+X = jnp.asarray(np.random.default_rng(0).normal(2, 3, (8, 5, 3)), jnp.float32)
+G = jnp.asarray(np.random.default_rng(1).normal(0, 1, (8, 5, 3)), jnp.float32)
 call = nnx.jit(lambda model, x, mask=None: model(x, mask=mask))
+
+
+def rng():
+    return np.random.default_rng(2)
 
 
 def numpy_stats(x, where=None):
@@ -61,16 +64,17 @@ class Classifier(nnx.Module):
 
     def __call__(self, x):
         x = nnx.relu(self.bn(self.first(x)))
-        x = self.instance(nnx.relu(self.gn(self.second(x)))).max(1)
-        return self.last(self.rms(self.ln(self.third(x))))
+        x = x + nnx.relu(self.gn(self.second(x)))
+        x = self.ln(self.third((x + self.instance(x)).mean(1)))
+        return self.last(self.rms(x))
 
 
 @pytest.mark.fast
 def test_a_model_with_every_layer_trains_with_nnx_optimizer_and_evaluates():
-    x = jnp.asarray(RNG.normal(0, 1, (32, 6, 4)), jnp.float32)
-    labels = (x[..., 0].max(1) > 1.2).astype(jnp.int32)
+    x = jnp.asarray(rng().normal(0, 1, (32, 6, 4)), jnp.float32)
+    labels = (x[..., 0].mean(1) > 0).astype(jnp.int32)
     model = Classifier(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(3e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
     @nnx.jit
     def train_step(model, optimizer):
@@ -82,7 +86,7 @@ def test_a_model_with_every_layer_trains_with_nnx_optimizer_and_evaluates():
         return loss
 
     model.train()
-    losses = [float(train_step(model, optimizer)) for _ in range(150)]
+    losses = [float(train_step(model, optimizer)) for _ in range(60)]
     assert losses[-1] < 0.2 * losses[0]
     model.eval()
     before = stats(model)
@@ -197,7 +201,7 @@ def test_b11_rematerialisation_updates_the_state_once_and_no_gradient_reaches_it
 
 
 def test_c3_the_variance_is_accurate_at_mean_1e4():
-    x = jnp.asarray(RNG.normal(1e4, 1, (4096, 3)), jnp.float32)
+    x = jnp.asarray(rng().normal(1e4, 1, (4096, 3)), jnp.float32)
     np.testing.assert_allclose(call(layer(), x), numpy_bn(x), atol=1e-5)
 
 
@@ -216,8 +220,8 @@ def test_scale_offset_adds_to_the_scale_of_the_initial_layer(kind):
 
 
 def test_group_norm_reduces_any_axes_and_takes_a_mask_with_a_trailing_one():  # J26
-    x = jnp.asarray(RNG.normal(1, 2, (2, 3, 4, 6)), jnp.float32)
-    mask = jnp.asarray(RNG.random((2, 3, 4, 1)) < 0.7)
+    x = jnp.asarray(rng().normal(1, 2, (2, 3, 4, 6)), jnp.float32)
+    mask = jnp.asarray(rng().random((2, 3, 4, 1)) < 0.7)
     model = GroupNorm(6, num_groups=2, reduction_axes=(2, 3), rngs=nnx.Rngs(0))
     y = call(model, x, mask)
     for n, h, g in np.ndindex(2, 3, 2):
