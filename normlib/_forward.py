@@ -23,6 +23,7 @@ class Config:
     scope: Scope
     batch_invariant: bool
     backend: str
+    out_dtype: str | None = None
 
     @property
     def passes(self) -> type[passes.Pass]:
@@ -61,7 +62,7 @@ def pooled(config, x, where, shift, eps) -> tuple[Moments, Moments]:
 def apply(config, x, own, rstd, scale, bias, where):
     mean, low, rstd = by_channel(config, x, own, rstd)
     scale, bias = effective(scale, config.scale_offset), wide_or_none(bias)
-    return config.passes.apply(x, mean, low, *folded(rstd, scale, bias), where=where)
+    return config.passes.apply(x, mean, low, *folded(rstd, scale, bias), where=where, dtype=config.out_dtype)
 
 
 def by_channel(config, x, own, rstd):

@@ -39,7 +39,7 @@ def _reverse_fwd(config, *primals):
 def _reverse_bwd(config, residuals, cotangents):
     x, scale, bias, where, own, total, rstd = residuals
     dy, d_own, d_total = cotangents
-    dy = jnp.zeros_like(x) if isinstance(dy, SymbolicZero) else dy
+    dy = jnp.zeros(dy.aval.shape, dy.aval.dtype) if isinstance(dy, SymbolicZero) else dy
     scope = config.scope
     mean, low, rstd_c = by_channel(config, x, own, rstd)
     weight = effective(scale, config.scale_offset)
@@ -169,7 +169,7 @@ def _tangent(config, fixed, dots):
         apart = (own.mean - total.mean) + (own.low - total.low)
         t0, t1 = scope.sum_total([local[0], local[1] + apart * local[0]])
         total_dot = t0 / positive(total.count, n.dtype), 2 * t1
-    return y_dot.astype(x.dtype), (mean_dot, m2_dot), total_dot
+    return y_dot.astype(config.out_dtype or x.dtype), (mean_dot, m2_dot), total_dot
 
 
 def _moments_dot(moments, dots) -> Moments:

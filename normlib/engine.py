@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from normlib import passes
@@ -33,7 +34,7 @@ class Normalized(NamedTuple):
     """What `normalize` returns.
 
     Attributes:
-      y: the normalised array, x's shape and dtype.
+      y: the normalised array in x's shape; in x's dtype, or `out_dtype`.
       moments: those that y used; reduced axes of size 1, one per group of channels.
       total: those of the whole scope, for running statistics; the same as `moments` without groups of devices or
         virtual batches.
@@ -60,6 +61,7 @@ def normalize(
     rescale: bool = False,
     batch_invariant: bool = False,
     backend: str | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> Normalized:
     """Normalise `x` by the moments over `axes`, pooled over `scope`.
 
@@ -79,6 +81,7 @@ def normalize(
       rescale: multiply by a power of two where max|x| > 2**40, so that squares cannot overflow; a further pass.
       batch_invariant: y of a row does not change by a bit with the number of rows beside it.
       backend: name of the pass to run on; the one of `use_backend`, or XLA, where None.
+      out_dtype: dtype of y, for an epilogue that rounds later; that of x where None.
 
     Returns:
       `Normalized(y, moments, total)`; cotangents of the moments are honoured.
@@ -102,6 +105,7 @@ def normalize(
     config = Config(
         axes, centered, scale_offset, scope, batch_invariant,
         passes.current_backend() if backend is None else passes.checked(backend),
+        None if out_dtype is None else jnp.dtype(out_dtype).name,
     )  # fmt: skip
     x = x.astype(output_dtype(x.dtype))
     room = jnp.asarray(eps, wide(x).real.dtype)
@@ -112,7 +116,7 @@ def normalize(
     run = RULES["autodiff" if jnp.iscomplexobj(x) else rule]
     y, own, total = run(config, x, scale, bias, where, shift, room)
     if factor is not None:
-        y = y.astype(dtype)
+        y = y.astype(out_dtype or dtype)
         own, total = _unscaled(own, factor), _unscaled(total, factor)
     return Normalized(y, own, total if scope.has_total else own)
 

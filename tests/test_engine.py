@@ -203,3 +203,23 @@ def test_nan_and_inf_stay_in_their_own_row_and_channel():
     rows, channels = np.isfinite(nl.layer_norm(x)).all(1), np.isfinite(nl.batch_norm(x).y).all(0)
     assert rows.tolist() == [True, False, True, False]
     assert channels.tolist() == [True, True, False, True, False, True]
+
+
+@pytest.mark.parametrize("rule", ["reverse", "both"])
+@pytest.mark.parametrize("name", ["batch_norm", "layer_norm", "rms_norm"])
+def test_y_can_be_left_unrounded_for_an_epilogue(name, rule):
+    op = BY_NAME[name]
+    given = inputs(op, jnp.bfloat16)
+    raised = [p.reshape(op.kept_shape) for p in (given.scale, given.bias)]
+    options = {"centered": op.options.get("centered", True), "eps": op.options["eps"], "rule": rule}
+
+    def norm(x):
+        return nl.normalize(x, *raised, axes=op.reduce, out_dtype=jnp.float32, **options).y
+
+    y, vjp = jax.vjp(jax.jit(norm), given.x)
+    dy = given.dy.astype(jnp.float32) * 1.001
+    (dx,) = vjp(dy)
+    ref = op.reference(given.x, given.scale, given.bias, dy)
+    assert y.dtype == jnp.float32 and dx.dtype == jnp.bfloat16
+    reference.assert_rounded(y, ref.y, ref.y_size)
+    reference.assert_rounded(dx, ref.dx, ref.dx_size, what="dx")

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Protocol
 
 import jax
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from normlib.moments import Moments
@@ -39,9 +40,10 @@ class Pass(Protocol):
     @staticmethod
     def apply(
         x: Array, mean: Array | None, low: Array | None, rstd: Array, scale: Array | None, bias: Array | None, *,
-        where: Array | None,
+        where: Array | None, dtype: DTypeLike | None,
     ) -> Array:  # fmt: skip
-        """((x - mean - low) * rstd * scale + bias) in x's dtype, rounded once; with a mask, bias where rstd is 0."""
+        """((x - mean - low) * rstd * scale + bias) in `dtype` (x's if None), rounded once; with a mask, bias where rstd
+        is 0."""
 
     @staticmethod
     def grad_sums(

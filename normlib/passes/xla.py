@@ -84,13 +84,13 @@ def moments(x, *, axes, where, batch_invariant=False):
     return Moments(*about(pilot, count, s1, s2))
 
 
-def apply(x, mean, low, rstd, scale, bias, *, where=None):
+def apply(x, mean, low, rstd, scale, bias, *, where=None, dtype=None):
     """See `normlib.passes.Pass.apply`; x of any shape.
 
     Here and below a mask selects before the products and not only after: the derivative of a selected product is
     0 * NaN where an unmeasured entry is NaN.
     """
-    dtype = x.dtype
+    dtype = x.dtype if dtype is None else dtype
     x, mean, low, rstd, scale, bias = own_copy(x, mean, low, rstd, scale, bias)
     xc = given = centred(x, mean, low)
     if where is not None:
