@@ -16,7 +16,21 @@ from normlib.moments import Moments as Moments
 from normlib.moments import welford_scan as welford_scan
 from normlib.passes import use_backend as use_backend
 from normlib.precision import recommended_eps as recommended_eps
+from normlib.quantize import MX as MX
+from normlib.quantize import Asymmetric as Asymmetric
+from normlib.quantize import Dual as Dual
+from normlib.quantize import DualQuantized as DualQuantized
+from normlib.quantize import Dynamic as Dynamic
+from normlib.quantize import Quantized as Quantized
+from normlib.quantize import Static as Static
+from normlib.quantize import StraightThrough as StraightThrough
+from normlib.quantize import dequantize as dequantize
+from normlib.quantize import fake_quantize as fake_quantize
+from normlib.quantize import pack as pack
+from normlib.quantize import unpack as unpack
+from normlib.rms import RmsNormGradients as RmsNormGradients
 from normlib.rms import rms_norm as rms_norm
+from normlib.rms import rms_norm_backward as rms_norm_backward
 from normlib.running import update_running as update_running
 from normlib.scope import Scope as Scope
 

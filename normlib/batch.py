@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
+from normlib import quantize
 from normlib._forward import effective, folded, wide_or_none
 from normlib.engine import normalize
 from normlib.moments import Moments, reciprocal_root
@@ -139,7 +140,9 @@ def batch_norm_inference(
     axis: check.Axes = -1,
     eps: float = 1e-5,
     scale_offset: float = 0.0,
-) -> Array:
+    quant=None,
+    norm_round_first: bool = False,
+) -> Any:
     """Batch normalization with given statistics: one affine map of x.
 
         y = (x - mean) * a + bias,   a = (scale + scale_offset) / sqrt(var + eps)
@@ -153,12 +156,18 @@ def batch_norm_inference(
       axis: channel axis or axes.
       eps: added to the variance inside the root, in units of x squared.
       scale_offset: added to `scale` in float32.
+      quant: quantise y: a `normlib.Static`, `Dual`, `Dynamic`, `Asymmetric`, `MX` or `StraightThrough`. Its scales are
+        per tensor or per channel; a row with a dynamic scale is the channels of one position. Quantised x: give
+        `normlib.dequantize` of it.
+      norm_round_first: round y to x's dtype before quantising; False quantises the float32 value.
 
     Returns:
-      y in x's shape and dtype, rounded once. Its gradient is dx = dy * a; all five arrays get gradients.
+      The array y in x's shape and dtype, rounded once. Its gradient is dx = dy * a; all five arrays get gradients.
+      With `quant` its codes with their scale, as `Quantized(y, scale, zero_point)` or `DualQuantized`.
 
     Raises:
       ValueError: for shapes or axes that do not fit, or eps < 0.
+      TypeError: for statistics that are None, or a `quant` that is none of the kinds.
 
     Source: Ioffe and Szegedy 2015, algorithm 2.
 
@@ -176,7 +185,9 @@ def batch_norm_inference(
     rstd = reciprocal_root(spread.astype(dtype) + jnp.asarray(eps, dtype))
     x = x.astype(output_dtype(x.dtype))
     parameters = folded(rstd, effective(scale, scale_offset), wide_or_none(bias))
-    return xla.apply(x, wide(centre), jnp.zeros_like(wide(centre)), *parameters)
+    out_dtype = quantize.out_dtype(quant, x.dtype)
+    y = xla.apply(x, wide(centre), jnp.zeros_like(wide(centre)), *parameters, dtype=out_dtype)
+    return quantize.finish(y, quant, x.dtype, axes=channels, norm_round_first=norm_round_first)
 
 
 def _scope(x, channels, names, groups, virtual, ragged, method) -> tuple[Scope, int]:

@@ -6,7 +6,7 @@ They are pytrees: arrays in them (scales, zero points, smoothing, keys) pass thr
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ SYMMETRIC = ("int8", "int4", *FLOATS)
 MAX_ZERO_POINT = 2**24
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def _kind(*arrays: str):
     """Class decorator: a frozen data class, registered as a pytree whose leaves are the fields `arrays`.
 
