@@ -216,10 +216,10 @@ def test_non_finite_values_stay_in_their_row(run_both):
 
 
 @pytest.mark.parametrize("shape", [(64, 300), (1, 7), (3, 1025), (2, 3, 129)])
-def test_a_nan_anywhere_in_a_row_reaches_its_scale(shape, run_both):
+def test_a_nan_anywhere_in_a_row_reaches_its_scale(shape, run):
     n = rows.normal(size=shape).astype(np.float32)
     n[..., 0, shape[-1] // 2] = np.nan
-    scale = np.asarray(run_both(nl.Dynamic(), n).scale)
+    scale = np.asarray(run(nl.Dynamic(), n).scale)
     assert np.isnan(scale[..., 0, 0]).all() and np.isfinite(scale[..., 1:, 0]).all()
 
 
@@ -299,6 +299,22 @@ def test_empty_arrays_have_empty_codes(quant, shape):
     out = jax.jit(quantize.apply)(quant, jnp.ones(shape))
     assert out.y.shape == shape and nl.dequantize(out).shape == shape
     assert out.scale.shape[:-1] in ((), shape[:-1]) or out.scale.shape == (1, 1)
+
+
+def test_float64_is_rounded_to_float32_first(double_precision):
+    n = np.random.default_rng(0).normal(size=(20, 64))
+    narrow = n.astype(np.float32)
+    for dtype in (np.dtype("int8"), numpy_dtype("float8_e4m3fn")):
+        out = RUNS["jit"](nl.Dynamic(dtype=dtype), jnp.asarray(n))
+        codes, scale = oracle.dynamic(narrow, dtype)
+        oracle.assert_same(out.scale, scale, "scale")
+        oracle.assert_same(out.y, codes)
+    codes, scale, zero_point = oracle.asymmetric(narrow)
+    out = RUNS["jit"](nl.Asymmetric(), jnp.asarray(n))
+    oracle.assert_same(out.y, codes)
+    assert out.zero_point.dtype == jnp.int32
+    oracle.assert_same(RUNS["jit"](nl.Static(0.1, 3), jnp.asarray(n)).y, oracle.static(narrow, 0.1, np.int8, 3))
+    oracle.assert_same(RUNS["jit"](nl.MX(), jnp.asarray(n)).y, oracle.mx(narrow, numpy_dtype("float4_e2m1fn"))[0])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
