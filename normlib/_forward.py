@@ -61,7 +61,7 @@ def pooled(config, x, where, shift, eps) -> tuple[Moments, Moments]:
 def apply(config, x, own, rstd, scale, bias, where):
     mean, low, rstd = by_channel(config, x, own, rstd)
     scale, bias = effective(scale, config.scale_offset), wide_or_none(bias)
-    return config.passes.apply(x, mean, low, *folded(rstd, scale, bias), masked=where is not None)
+    return config.passes.apply(x, mean, low, *folded(rstd, scale, bias), where=where)
 
 
 def by_channel(config, x, own, rstd):

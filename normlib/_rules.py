@@ -64,30 +64,28 @@ def _reverse_bwd(config, residuals, cotangents):
         (s0, s1), _ = scope.sum_cotangents([s0, s1], None)
     a, b = (s0, s1) if rowwise or weight is None else (s0 * weight, s1 * weight)
     n = positive(own.count, rstd.dtype)
-    # dx = g * rstd + c1 * (x - mean) + c0, with c0 = -w0 / n and c1 = -w1 / n
-    w0, w1 = rstd * scope.sum_channels(a), rstd * rstd * scope.sum_channels(b)
-    d_mean, d_m2 = _cotangent(d_own.mean, own.mean), _cotangent(d_own.m2, own.m2)
+    # dx = (g - c1 * (x - mean) - c0) * rstd, with c0 = w0 / n and c1 = w1 / n
+    w0, w1 = scope.sum_channels(a), rstd * scope.sum_channels(b)
+    safe = jnp.where(rstd == 0, 1, rstd)
+    d_mean, d_m2 = _cotangent(d_own.mean, own.mean) / safe, 2 * n * (_cotangent(d_own.m2, own.m2) / safe)
     if not one_value:
-        w0, w1 = w0 - d_mean, w1 - 2 * n * d_m2
+        w0, w1 = w0 - d_mean, w1 - d_m2
     d_total = _total_cotangents(config, d_total, total)
     if not pooled_first:
         in_parts = d_total is not None and not is_typed(scope.all_names)
         (w0, w1), summed = scope.sum_cotangents([w0, w1], d_total if in_parts else None)
         d_total = summed if in_parts else d_total
     if one_value:
-        w0, w1 = w0 - d_mean, w1 - 2 * n * d_m2
-    c0, c1 = -w0 / n, -w1 / n
+        w0, w1 = w0 - d_mean, w1 - d_m2
+    c0, c1 = w0 / n, w1 / n
     if d_total is not None:
         t0, t1 = d_total
         apart = (own.mean - total.mean) + (own.low - total.low)
-        c0, c1 = c0 + t0 / positive(total.count, n.dtype) + 2 * t1 * apart, c1 + 2 * t1
+        c0 = c0 - (t0 / positive(total.count, n.dtype) + 2 * t1 * apart) / safe
+        c1 = c1 - 2 * t1 / safe
     c0, c1 = (_expanded(config, x, c) for c in (c0, c1))
-    if weight is not None and not rowwise:
-        rstd_w, weight = rstd_c * weight, None
-    else:
-        rstd_w = rstd_c
     dx = config.passes.grad_apply(
-        x, dy, mean, low, rstd_w, weight, c1, c0 if config.centered else None, where=where
+        x, dy, mean, low, rstd_c, weight, c1, c0 if config.centered else None, where=where
     )  # fmt: skip
 
     def parameter(p, part):

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Num
 from normlib import _arguments as check
 from normlib._forward import effective, folded, wide_or_none
 from normlib.engine import normalize
-from normlib.moments import Moments
+from normlib.moments import Moments, reciprocal_root
 from normlib.passes import xla
 from normlib.precision import output_dtype, wide
 from normlib.scope import Scope, axis_size
@@ -173,7 +173,7 @@ def batch_norm_inference(
     if centre is None or spread is None:
         raise TypeError("`mean` and `var` must be arrays of x's channels; got None.")
     dtype = wide(x).real.dtype
-    rstd = jax.lax.rsqrt(spread.astype(dtype) + jnp.asarray(eps, dtype))
+    rstd = reciprocal_root(spread.astype(dtype) + jnp.asarray(eps, dtype))
     x = x.astype(output_dtype(x.dtype))
     parameters = folded(rstd, effective(scale, scale_offset), wide_or_none(bias))
     return xla.apply(x, wide(centre), jnp.zeros_like(wide(centre)), *parameters)

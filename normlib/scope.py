@@ -174,8 +174,10 @@ class Scope:
         guess = about(k, *total)
         if method != "adaptive":
             return guess
-        # negated, so that a NaN asks for the redo; eps keeps dead channels with a lagging shift from asking
-        far = ~(jnp.square(guess.mean - k) <= self.tau**2 * (guess.var + eps))
+        # Negated, so that a NaN asks for the redo, and a variance of inf does too (both sides would be inf); eps keeps
+        # dead channels with a lagging shift from asking.
+        near = jnp.square(guess.mean - k) <= self.tau**2 * (guess.var + eps)
+        far = ~(near & jnp.isfinite(guess.var))
         return lax.cond(jnp.any(far), lambda: self._pool_two_phase(reduce, sums), lambda: guess)
 
     def _pool_gathered(self, mine: Moments) -> tuple[Moments, Moments]:
@@ -211,9 +213,7 @@ class Scope:
 
     def _gather(self, mine: Moments, names, groups) -> Moments:
         words = [*pack_counts(mine.count), mine.mean, mine.low, mine.m2]
-        # an invarying result lets the moments of the whole scope leave shard_map through out_specs P()
-        to = "invarying" if is_typed(names) and groups is None else "varying"
-        table = lax.all_gather(vary_typed(stack(words), names), names, axis_index_groups=groups, to=to)
+        table = gather(stack(words), names, groups)
         return Moments(*unpack_counts([cast(table[:, i], w.dtype) for i, w in enumerate(words)]))
 
     def _members(self) -> Array:
@@ -282,10 +282,7 @@ class Scope:
     def _sum_cotangents_in_groups(self, own, total):
         whole = axis_size(self.names) <= self.gather_limit
         sent = own + total if whole and total is not None else own
-        table = lax.all_gather(
-            vary_typed(stack(sent), self.names), self.names,
-            axis_index_groups=None if whole else self.groups,
-        )  # fmt: skip
+        table = gather(stack(sent), self.names, None if whole else self.groups)
         mine = table[self._members()] if whole else table
         summed = [unbroadcast(t, like.shape) for t, like in zip(mine.sum(0), own)]
         if total is None:
@@ -322,6 +319,20 @@ def psum_packed(words: list[Array], names: tuple[str, ...]) -> list[Array]:
     """Sum each of `words` (tiny arrays of one common shape) over `names` with a single all-reduce."""
     summed = lax.psum(vary_typed(stack(words), names), names)
     return [cast(summed[i], w.dtype) for i, w in enumerate(words)]
+
+
+def gather(packed: Array, names: tuple[str, ...], groups=None) -> Array:
+    """[P, *shape]: everybody's `packed` (tiny, any shape), or that of this device's group, by one collective.
+
+    The whole table is one value for all devices and typed so: moments made of it may leave shard_map through P().
+    """
+    packed = vary_typed(packed, names)
+    if groups is None and len(names) > 1:
+        # all_gather over several axes fails under nested vmap; a sum of one-hot rows works everywhere
+        here = jnp.arange(axis_size(names)).reshape(-1, *(1,) * packed.ndim) == lax.axis_index(names)
+        return lax.psum(jnp.where(here, packed, 0), names)
+    to = "invarying" if is_typed(names) and groups is None else "varying"
+    return lax.all_gather(packed, names, axis_index_groups=groups, to=to)
 
 
 def stack(words: list[Array]) -> Array:

@@ -39,9 +39,9 @@ class Pass(Protocol):
     @staticmethod
     def apply(
         x: Array, mean: Array | None, low: Array | None, rstd: Array, scale: Array | None, bias: Array | None, *,
-        masked: bool,
+        where: Array | None,
     ) -> Array:  # fmt: skip
-        """((x - mean - low) * rstd * scale + bias) in x's dtype, rounded once; if masked, bias where rstd is 0."""
+        """((x - mean - low) * rstd * scale + bias) in x's dtype, rounded once; with a mask, bias where rstd is 0."""
 
     @staticmethod
     def grad_sums(
@@ -52,10 +52,10 @@ class Pass(Protocol):
 
     @staticmethod
     def grad_apply(
-        x: Array, dy: Array, mean: Array | None, low: Array | None, rstd: Array, scale: Array | None, c1: Array,
+        x: Array, dy: Array, mean: Array | None, low: Array | None, rstd: Array, weight: Array | None, c1: Array,
         c0: Array | None, *, where: Array | None,
     ) -> Array:  # fmt: skip
-        """dx = dy * scale * rstd + [where] (c1 * (x - mean - low) + c0) in x's dtype, rounded once."""
+        """dx = (dy * weight - [where] (c1 * (x - mean - low) + c0)) * rstd in x's dtype, rounded once."""
 
 
 @contextlib.contextmanager

@@ -64,12 +64,15 @@ def _sum_by_halving(t: Array, axis: int) -> Array:
 
 
 def sums(x, k, *, axes, where, batch_invariant=False):
-    """See `normlib.passes.Pass.sums`; x of any shape."""
-    x, k = own_copy(x, k)
-    d = wide(x) if k is None else wide(x) - k
-    if where is not None:
-        d = jnp.where(where, d, 0)
-    return _sum(d, axes, batch_invariant), _sum(abs_squared(d), axes, batch_invariant)
+    """See `normlib.passes.Pass.sums`; x of any shape. Two reductions, each of its own copy (see above)."""
+
+    def term(power, x, k):
+        d = wide(x) if k is None else wide(x) - k
+        d = d if where is None else jnp.where(where, d, 0)
+        return _sum(power(d), axes, batch_invariant)
+
+    first = own_copy(x, k)
+    return term(lambda d: d, *first), term(abs_squared, *own_copy(*first))
 
 
 def moments(x, *, axes, where, batch_invariant=False):
@@ -81,40 +84,49 @@ def moments(x, *, axes, where, batch_invariant=False):
     return Moments(*about(pilot, count, s1, s2))
 
 
-def apply(x, mean, low, rstd, scale, bias, *, masked=False):
-    """See `normlib.passes.Pass.apply`; x of any shape."""
+def apply(x, mean, low, rstd, scale, bias, *, where=None):
+    """See `normlib.passes.Pass.apply`; x of any shape.
+
+    Here and below a mask selects before the products and not only after: the derivative of a selected product is
+    0 * NaN where an unmeasured entry is NaN.
+    """
     dtype = x.dtype
     x, mean, low, rstd, scale, bias = own_copy(x, mean, low, rstd, scale, bias)
-    xc = centred(x, mean, low)
-    if masked:
-        # where nothing was measured y is bias, whatever stands in x
-        xc = jnp.where(rstd == 0, 0, xc)
+    xc = given = centred(x, mean, low)
+    if where is not None:
+        usable = where | jnp.isfinite(given) | (rstd == 0)
+        xc = jnp.where(usable & (rstd != 0), given, 0)
     y = xc * rstd
     y = y if scale is None else y * scale
     y = y if bias is None else y + bias
+    y = y if where is None else jnp.where(usable, y, given)
     return y.astype(dtype)
 
 
 def grad_sums(x, dy, mean, low, rstd, weight, *, axes, where):
-    """See `normlib.passes.Pass.grad_sums`; x of any shape."""
-    x, dy, mean, low, rstd, weight = own_copy(x, dy, mean, low, rstd, weight)
-    g = wide(dy) if weight is None else wide(dy) * weight
-    xhat = centred(x, mean, low) * rstd
+    """See `normlib.passes.Pass.grad_sums`; x of any shape. Two reductions, each of its own copy."""
+
+    def weighted(dy, weight):
+        return wide(dy) if weight is None else wide(dy) * weight
+
+    first = own_copy(dy, weight)
+    plain = jnp.sum(weighted(*first), axes, keepdims=True)
+    dy, weight, x, mean, low, rstd = own_copy(*first, x, mean, low, rstd)
+    g, xc = weighted(dy, weight), centred(x, mean, low)
     if where is not None:
-        xhat = jnp.where(rstd == 0, 0, xhat)
-        # an unmeasured NaN times a zero cotangent is NaN; entries that do send a cotangent keep their xhat
-        xhat = jnp.where(where | (g != 0), xhat, 0)
-    return jnp.sum(g, axes, keepdims=True), jnp.sum(g * xhat, axes, keepdims=True)
+        # an unmeasured entry that sends a cotangent keeps its xhat
+        xc = jnp.where((where | (g != 0)) & (rstd != 0), xc, 0)
+    return plain, jnp.sum(g * (xc * rstd), axes, keepdims=True)
 
 
-def grad_apply(x, dy, mean, low, rstd, scale, c1, c0, *, where):
-    """See `normlib.passes.Pass.grad_apply`; x of any shape."""
+def grad_apply(x, dy, mean, low, rstd, weight, c1, c0, *, where):
+    """See `normlib.passes.Pass.grad_apply`; x of any shape. rstd last: its rounding then enters the difference once."""
     dtype = x.dtype
-    x, dy, mean, low, rstd, scale, c1, c0 = own_copy(x, dy, mean, low, rstd, scale, c1, c0)
-    through = centred(x, mean, low) * c1
+    x, dy, mean, low, rstd, weight, c1, c0 = own_copy(x, dy, mean, low, rstd, weight, c1, c0)
+    xc = centred(x, mean, low)
+    xc = xc if where is None else jnp.where(where, xc, 0)
+    through = xc * c1
     through = through if c0 is None else through + c0
-    if where is not None:
-        # selected after the products: what stands in unmeasured entries may be anything
-        through = jnp.where(where, through, 0)
-    g = wide(dy) if scale is None else wide(dy) * scale
-    return (g * rstd + through).astype(dtype)
+    through = through if where is None else jnp.where(where, through, 0)
+    g = wide(dy) if weight is None else wide(dy) * weight
+    return ((g - through) * rstd).astype(dtype)
