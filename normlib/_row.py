@@ -29,7 +29,7 @@ class RowNormOutput(NamedTuple):
 
 def row_norm(
     x, scale, bias, *, axis, eps, centered, where, scale_offset, axis_name, axis_index_groups, method, rule, rescale,
-    batch_invariant, backend,
+    batch_invariant, backend, out_dtype,
 ) -> RowNormOutput:  # fmt: skip
     """Normalise over `axis`; shapes and errors as `normlib.layer.layer_norm`."""
     x = check.array(x)
@@ -38,6 +38,6 @@ def row_norm(
     out = normalize(
         x, check.parameter(scale, "scale", x, axes), check.parameter(bias, "bias", x, axes), axes=axes,
         eps=check.epsilon(eps), centered=centered, where=check.mask(where, x), scale_offset=scale_offset, scope=scope,
-        rule=rule, rescale=rescale, batch_invariant=batch_invariant, backend=backend,
+        rule=rule, rescale=rescale, batch_invariant=batch_invariant, backend=backend, out_dtype=out_dtype,
     )  # fmt: skip
     return RowNormOutput(out.y, jax.tree.map(lambda t: jnp.squeeze(t, axes), out.moments))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
@@ -25,6 +26,7 @@ def layer_norm(
     batch_invariant: bool = False,
     return_moments: bool = False,
     backend: str | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> Array | RowNormOutput:
     """Normalise every row by its own mean and variance over `axis`.
 
@@ -46,9 +48,10 @@ def layer_norm(
       batch_invariant: y of a row does not change by a bit with the number of rows beside it.
       return_moments: return `RowNormOutput(y, moments)` instead of y.
       backend: which pass runs it; None for the one of `normlib.use_backend`.
+      out_dtype: dtype of y, rounded once from float32; x's where None.
 
     Returns:
-      y in x's shape and dtype (float32 for integers), rounded once.
+      y in x's shape and dtype (float32 for integers) or `out_dtype`, rounded once.
 
     Raises:
       ValueError: for shapes, axes or groups that do not fit, or eps < 0.
@@ -63,6 +66,6 @@ def layer_norm(
     out = row_norm(
         x, scale, bias, axis=axis, eps=eps, centered=True, where=where, scale_offset=scale_offset, axis_name=axis_name,
         axis_index_groups=axis_index_groups, method=method, rule=rule, rescale=rescale,
-        batch_invariant=batch_invariant, backend=backend,
+        batch_invariant=batch_invariant, backend=backend, out_dtype=out_dtype,
     )  # fmt: skip
     return out if return_moments else out.y
