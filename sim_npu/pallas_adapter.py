@@ -1,6 +1,6 @@
 """Read `pallas_call` without running it: the only file that knows JAX's private structures.
 
-    kernel_calls(fn, *args, **kwargs) -> tuple[KernelCall, ...]   every pallas_call that fn(*args, **kwargs) makes, in order
+    kernel_calls(fn, *args, **kwargs) -> tuple[KernelCall, ...]   every pallas_call of fn(*args, **kwargs), in order
     kernel_call(eqn) -> KernelCall                    the same for one equation of a traced function
     is_kernel_call(eqn) -> bool
     trace(fn, *args, **kwargs) -> jax.extend.core.ClosedJaxpr     args: arrays or ShapeDtypeStructs, nested as fn likes
@@ -119,7 +119,7 @@ class RefIndex:
     """Part of a Ref.
 
     Attributes:
-      dims: per axis an int or variable (the axis is dropped), or `(start, size, stride)` with `start` an int or variable.
+      dims: per axis an int or variable (the axis is dropped), or `(start, size, stride)`; `start` an int or variable.
       value: the stored value for swap and addupdate, else None.
       mask: the mask variable, else None.
     """
@@ -194,7 +194,7 @@ def kernel_call(eqn: Any) -> KernelCall:
         jaxpr=params["jaxpr"],
         num_prefetch=mapping.num_index_operands,
         semantics=None if semantics is None else tuple(_semantic(s) for s in semantics),
-        aliases=tuple(tuple(pair) for pair in params.get("input_output_aliases") or ()),  # type: ignore[misc]
+        aliases=tuple(tuple(pair) for pair in params.get("input_output_aliases") or ()),
     )
 
 
