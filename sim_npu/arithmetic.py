@@ -82,7 +82,7 @@ class Arithmetic:
         if name in CASTING:
             return [Value(self._cast(eqn, values[0], aval.dtype, format), kind, values[0].multiple)]
         if is_float(aval.dtype) and name in _ELEMENTWISE | MOVING:
-            xs = [self._entering(v, format) for v in values]
+            xs = [self.entering(v, format) for v in values]
         if name in _ELEMENTWISE:
             shapes = [jnp.shape(x) for x in xs]
             scalar_predicate = name in ("select_n", "clamp")
@@ -123,7 +123,8 @@ class Arithmetic:
         """An input block as it lies in the unified buffer: in the data type where that is narrower."""
         return self.rounded(x, self.format_for(dtype, kind)) if is_float(dtype) else x
 
-    def _entering(self, value: Value, format: str) -> Any:
+    def entering(self, value: Value, format: str) -> Any:
+        """An operand; a float constant as the vector unit gets it, in `format`."""
         if value.kind != Kind.CONSTANT or not is_float(jnp.result_type(value.x)):
             return value.x
         return self.rounded(jnp.asarray(value.x, jnp.float32), format)

@@ -7,6 +7,7 @@ is traced, so the body is first evaluated on shapes alone until nothing new is f
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,11 +99,13 @@ class Evaluator:
         return tuple(spans)
 
     def _index(self, start: Any) -> Value:
-        if isinstance(start, int | np.integer):
-            return _literal(int(start), np.dtype(np.int32))
-        item = _read(self._env, start)
-        assert isinstance(item, Value)
-        return item
+        return _literal(start, np.dtype(np.int32)) if isinstance(start, int | np.integer) else self._atom(start)
+
+    def _atom(self, atom: Any) -> Value:
+        return _value(_read(self._env, atom))
+
+    def _array(self, atom: Any) -> Any:
+        return self._atom(atom).x
 
     def _get(self, eqn: Any, items: list[Item]) -> list[Item]:
         ref = _ref(items[0])
@@ -112,7 +115,7 @@ class Evaluator:
         ref, value = _ref(items[0]), _value(items[1])
         spans = self._spans(adapter.ref_index(eqn).dims)
         old = Value(ref.load(spans), ref.kind)
-        ref.store(spans, self._fitted(value, ref))
+        ref.store(spans, value)
         return [old]
 
     def _addupdate(self, eqn: Any, items: list[Item]) -> list[Item]:
@@ -136,30 +139,254 @@ class Evaluator:
         index, other = adapter.masked_index(eqn)
         ref = _ref(items[0])
         loaded, kind = ref.load(self._spans(index.dims)), ref.kind
-        if index.mask is not None:
-            mask = _value(_read(self._env, index.mask)).x
-            if other is None:
-                filler = Value(unwritten(loaded.shape, ref.dtype))
-            else:
-                filler = _value(_read(self._env, other))
-            fill = filler.x
-            if is_float(ref.dtype):
-                fill = self.arithmetic.rounded(
-                    jnp.asarray(fill, jnp.float32), self.arithmetic.format_for(ref.dtype, kind)
-                )
-            loaded = jnp.where(mask, loaded, fill)
-            kind |= filler.kind
-        return [Value(loaded, kind)]
+        if index.mask is None:
+            return [Value(loaded, kind)]
+        if other is None:
+            return [Value(jnp.where(self._array(index.mask), loaded, unwritten(loaded.shape, ref.dtype)), kind)]
+        fill = self._atom(other)
+        entering = self.arithmetic.entering(fill, self.arithmetic.format_for(ref.dtype, kind | fill.kind))
+        return [Value(jnp.where(self._array(index.mask), loaded, entering), kind | fill.kind)]
 
     def _masked_swap(self, eqn: Any, items: list[Item]) -> list[Item]:
         index, _ = adapter.masked_index(eqn)
-        ref, value = _ref(items[0]), self._fitted(_value(items[1 if index.value is None else _place(eqn, index)]), ref_of(items))
-        spans = self._spans(index.dims)
-        old = ref.load(spans)
-        kept = value.x if index.mask is None else jnp.where(_value(_read(self._env, index.mask)).x, value.x, old)
-        kind = ref.kind
-        ref.store(spans, Value(kept, value.kind if index.mask is None else value.kind | kind))
-        return [Value(old, kind)]
+        ref, value, spans = _ref(items[0]), self._atom(index.value), self._spans(index.dims)
+        old = Value(ref.load(spans), ref.kind)
+        if index.mask is not None:
+            value = Value(jnp.where(self._array(index.mask), value.x, old.x), value.kind | old.kind)
+        ref.store(spans, value)
+        return [old]
 
     def _atomic(self, eqn: Any, items: list[Item]) -> list[Item]:
-        ...
+        index, _ = adapter.masked_index(eqn)
+        mask = None if index.mask is None else self._array(index.mask)
+        return [self._accumulate(_ref(items[0]), self._spans(index.dims), self._atom(index.value), mask)]
+
+    def _run_scoped(self, eqn: Any, items: list[Item]) -> list[Item]:
+        inner = eqn.params["jaxpr"]
+        tiles = []
+        for var in inner.invars:
+            aval = var.aval
+            if not isinstance(getattr(aval, "dtype", None), np.dtype):
+                raise adapter.UnsupportedKernel(f"`run_scoped` at {adapter.source_line(eqn)}: {aval} is not an array.")
+            tiles.append(Ref(unwritten(aval.shape, aval.dtype), aval.shape, aval.dtype, Kind.CONSTANT))
+        return self.run(inner, items, tiles)
+
+    # Control flow
+
+    def _scan(self, eqn: Any, items: list[Item]) -> list[Item]:
+        parts = adapter.scan_parts(eqn)
+        first, last = parts.num_consts, parts.num_consts + parts.num_carry
+        consts, init, xs = items[:first], [_value(v) for v in items[first:last]], [_value(v) for v in items[last:]]
+        avals = [v.aval for v in parts.body.jaxpr.outvars]
+        refs = _refs(items)
+
+        def step(known: _Known, carried: Any, scanned: Any) -> tuple[Any, Any, _Known, list[Kind]]:
+            twins, carry = known.inside(refs, carried)
+            values = [*_replaced(consts, twins), *carry, *(Value(x, v.kind) for x, v in zip(scanned, xs))]
+            out = [_value(v) for v in self.run(parts.body.jaxpr, parts.body.consts, values)]
+            after, ys = out[: len(init)], out[len(init) :]
+            arrays = [_held(v, a) for v, a in zip(out, avals)]
+            found = _Known.of(after, list(twins.values()))
+            return (arrays[: len(init)], known.changed(twins)), arrays[len(init) :], found, [y.kind for y in ys]
+
+        row = [jnp.zeros(jnp.shape(v.x)[1:], jnp.result_type(v.x)) for v in xs]
+        known = _settle(_Known.before(init, refs), refs, lambda k: step(k, k.outside(init, refs), row))
+        kinds: list[Kind] = []
+
+        def body(carried: Any, scanned: Any) -> tuple[Any, Any]:
+            carried, ys, _, kinds[:] = step(known, carried, scanned)
+            return carried, ys
+
+        final, stacked = lax.scan(
+            body, known.outside(init, refs), [v.x for v in xs], length=parts.length, reverse=parts.reverse
+        )
+        return [*known.finish(refs, final), *(Value(y, k) for y, k in zip(stacked, kinds))]
+
+    def _while(self, eqn: Any, items: list[Item]) -> list[Item]:
+        condition, first, body, second = adapter.while_parts(eqn)
+        asked, held, init = items[:first], items[first : first + second], [_value(v) for v in items[first + second :]]
+        refs = _refs(items)
+
+        def step(known: _Known, carried: Any) -> tuple[Any, _Known]:
+            twins, carry = known.inside(refs, carried)
+            out = [_value(v) for v in self.run(body.jaxpr, body.consts, [*_replaced(held, twins), *carry])]
+            arrays = [_held(v, a.aval) for v, a in zip(out, body.jaxpr.outvars)]
+            return (arrays, known.changed(twins)), _Known.of(out, list(twins.values()))
+
+        def goes_on(known: _Known, carried: Any) -> tuple[Any, _Known]:
+            twins, carry = known.inside(refs, carried)
+            (out,) = self.run(condition.jaxpr, condition.consts, [*_replaced(asked, twins), *carry])
+            return _value(out).x, _Known.of(carry, list(twins.values()))
+
+        def both(known: _Known) -> tuple[Any, Any, _Known]:
+            carried = known.outside(init, refs)
+            again, seen = goes_on(known, carried)
+            after, found = step(known, carried)
+            return again, after, seen | found
+
+        known = _settle(_Known.before(init, refs), refs, both)
+        final = lax.while_loop(
+            lambda c: goes_on(known, c)[0], lambda c: step(known, c)[0], known.outside(init, refs)
+        )
+        return list(known.finish(refs, final))
+
+    def _cond(self, eqn: Any, items: list[Item]) -> list[Item]:
+        index, operands = _value(items[0]), items[1:]
+        branches = adapter.cond_parts(eqn)
+        refs = _refs(operands)
+        avals = [v.aval for v in eqn.outvars]
+
+        def branch(closed: Any, known: _Known, carried: Any) -> tuple[Any, _Known]:
+            twins, _ = known.inside(refs, carried)
+            out = [_value(v) for v in self.run(closed.jaxpr, closed.consts, _replaced(operands, twins))]
+            arrays = [_held(v, a) for v, a in zip(out, avals)]
+            return (arrays, known.changed(twins)), _Known.of(out, list(twins.values()))
+
+        def every(known: _Known) -> tuple[Any, _Known]:
+            carried = known.outside([], refs)
+            outs = [branch(b, known, carried) for b in branches]
+            found = outs[0][1]
+            for _, other in outs[1:]:
+                found |= other
+            return [o[0] for o in outs], found
+
+        # Kinds of Refs inside a branch are those before it; only slack and writes must be known first.
+        known = _Known.before([], refs)
+        while True:
+            found = _found(every, known)
+            merged = known.with_memory(found)
+            if merged == known:
+                break
+            known = merged
+            known.widen(refs)
+        carried = known.outside([], refs)
+        results, arrays = lax.switch(
+            index.x, [lambda c, b=b: branch(b, known, c)[0] for b in branches], carried
+        )
+        found.finish_memory(refs, known.placed(refs, arrays))
+        return [Value(x, k, m) for x, k, m in zip(results, found.kinds, found.multiples)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """What is known before a loop or branch is traced: of its carried values and of the Refs it sees."""
+
+    kinds: tuple[Kind, ...]
+    multiples: tuple[int, ...]
+    refs: tuple[RefState, ...]
+
+    @staticmethod
+    def of(values: Sequence[Value], refs: Sequence[Ref]) -> _Known:
+        return _Known(
+            tuple(v.kind for v in values), tuple(v.multiple for v in values), tuple(r.state() for r in refs)
+        )
+
+    @staticmethod
+    def before(values: Sequence[Value], refs: Sequence[Ref]) -> _Known:
+        known = _Known.of(values, refs)
+        return dataclasses.replace(known, refs=tuple(dataclasses.replace(r, written=False) for r in known.refs))
+
+    def __or__(self, other: _Known) -> _Known:
+        return _Known(
+            tuple(a | b for a, b in zip(self.kinds, other.kinds)),
+            tuple(joined_multiple(a, b) for a, b in zip(self.multiples, other.multiples)),
+            tuple(a | b for a, b in zip(self.refs, other.refs)),
+        )
+
+    def with_memory(self, other: _Known) -> _Known:
+        """This with the slack and writes of another, kinds unchanged."""
+        merged = tuple(dataclasses.replace(a | b, kind=a.kind) for a, b in zip(self.refs, other.refs))
+        return dataclasses.replace(self, refs=merged)
+
+    def widen(self, refs: Sequence[Ref]) -> None:
+        for ref, state in zip(refs, self.refs):
+            ref.widen(state.slack)
+
+    def outside(self, values: Sequence[Value], refs: Sequence[Ref]) -> tuple[list[Any], list[Any]]:
+        """Arrays to start from: the values, then the Refs that are written."""
+        return [jnp.asarray(v.x) for v in values], [r.array for r, s in zip(refs, self.refs) if s.written]
+
+    def placed(self, refs: Sequence[Ref], arrays: Sequence[Any]) -> list[Any]:
+        """One array per Ref: a carried one where it is written."""
+        left = iter(arrays)
+        return [next(left) if s.written else r.array for r, s in zip(refs, self.refs)]
+
+    def inside(self, refs: Sequence[Ref], carried: Any) -> tuple[dict[int, Ref], list[Value]]:
+        """Twins of the Refs by identity, and the carried values."""
+        values, arrays = carried
+        placed = self.placed(refs, arrays)
+        fresh = [dataclasses.replace(s, written=False, slack=r.slack) for r, s in zip(refs, self.refs)]
+        twins = {id(r): r.copy(a, s) for r, a, s in zip(refs, placed, fresh)}
+        return twins, [Value(x, k, m) for x, k, m in zip(values, self.kinds, self.multiples)]
+
+    def changed(self, twins: dict[int, Ref]) -> list[Any]:
+        """Arrays of the Refs that are carried, after the body."""
+        return [t.array for t, s in zip(twins.values(), self.refs) if s.written]
+
+    def finish(self, refs: Sequence[Ref], final: Any) -> list[Value]:
+        """Put the carried arrays back; the carried values."""
+        values, arrays = final
+        self.finish_memory(refs, self.placed(refs, arrays))
+        return [Value(x, k, m) for x, k, m in zip(values, self.kinds, self.multiples)]
+
+    def finish_memory(self, refs: Sequence[Ref], arrays: Sequence[Any]) -> None:
+        for ref, state, array in zip(refs, self.refs, arrays):
+            ref.array, ref.kind, ref.written = array, state.kind, ref.written or state.written
+
+
+def _found(trace: Callable[[_Known], tuple[Any, ...]], known: _Known) -> _Known:
+    """What a trace on shapes alone finds."""
+    seen: list[_Known] = []
+
+    def shapes() -> int:
+        seen.extend(part for part in trace(known) if isinstance(part, _Known))
+        return 0
+
+    jax.eval_shape(shapes)
+    return seen[0]
+
+
+def _settle(known: _Known, refs: Sequence[Ref], trace: Callable[[_Known], tuple[Any, ...]]) -> _Known:
+    """What holds in every turn of a loop: traced until nothing new is found."""
+    while (merged := known | _found(trace, known)) != known:
+        known = merged
+        known.widen(refs)
+    return known
+
+
+def _refs(items: Sequence[Item]) -> list[Ref]:
+    return list({id(v): v for v in items if isinstance(v, Ref)}.values())
+
+
+def _replaced(items: Sequence[Item], twins: dict[int, Ref]) -> list[Item]:
+    return [twins[id(v)] if isinstance(v, Ref) else v for v in items]
+
+
+def _held(value: Value, aval: Any) -> Any:
+    return jnp.broadcast_to(jnp.asarray(value.x, container(aval.dtype)), aval.shape)
+
+
+def _ref(item: Item) -> Ref:
+    assert isinstance(item, Ref)
+    return item
+
+
+def _value(item: Item) -> Value:
+    assert isinstance(item, Value)
+    return item
+
+
+def _literal(value: Any, dtype: Any) -> Value:
+    x = np.asarray(value, container(dtype))
+    whole = x.ndim == 0 and np.issubdtype(x.dtype, np.integer)
+    return Value(x, Kind.CONSTANT, abs(int(x)) if whole else 1)
+
+
+def _read(env: dict[Any, Item], atom: Any) -> Item:
+    return _literal(atom.val, atom.aval.dtype) if adapter.is_literal(atom) else env[atom]
+
+
+def _as_item(const: Any) -> Item:
+    if isinstance(const, Value | Ref):
+        return const
+    return Value(jnp.asarray(const, container(jnp.result_type(const))), Kind.INPUT)

@@ -139,6 +139,17 @@ def is_kernel_call(eqn: Any) -> bool:
     return eqn.primitive.name == "pallas_call"
 
 
+def has_kernel(eqn: Any) -> bool:
+    """Whether a `pallas_call` is this equation or lies anywhere inside it."""
+    return is_kernel_call(eqn) or any(
+        has_kernel(inner)
+        for value in eqn.params.values()
+        for part in (value if isinstance(value, tuple | list) else (value,))
+        if hasattr(part, "eqns") or hasattr(getattr(part, "jaxpr", None), "eqns")
+        for inner in getattr(part, "jaxpr", part).eqns
+    )
+
+
 def kernel_calls(fn: Callable, *args: Any, **kwargs: Any) -> tuple[KernelCall, ...]:
     """Every `pallas_call` in `fn(*args, **kwargs)`, in program order, also inside jit and custom derivatives.
 
@@ -311,9 +322,27 @@ def ref_index(eqn: Any) -> RefIndex:
     transforms = jax.tree.unflatten(tree, operands[:leaves])
     mask = operands[leaves] if len(operands) > leaves else None
     value = eqn.invars[1] if stored else None
-    shape = eqn.invars[0].aval.shape
+    return RefIndex(_indexed_dims(eqn, transforms), value, mask)
+
+
+def masked_index(eqn: Any) -> tuple[RefIndex, Any]:
+    """The same for `masked_load`, `masked_swap` and `atomic_rmw`, with what masked-off elements of a load are.
+
+    Raises:
+      UnsupportedKernel: for a chain of indexers, an index that is an array, or an atomic operation other than add.
+    """
+    kind = eqn.params.get("atomic_type")
+    if kind is not None and kind.name.lower() not in ("add", "fadd"):
+        raise UnsupportedKernel(f"`atomic_rmw` at {source_line(eqn)}: only add has a rule, not {kind.name.lower()}.")
+    load = eqn.primitive.name == "masked_load"
+    _, transforms, third, fourth = eqn.params["args_tree"].unflatten(eqn.invars)
+    dims = _indexed_dims(eqn, transforms or ())
+    return (RefIndex(dims, None, third), fourth) if load else (RefIndex(dims, third, fourth), None)
+
+
+def _indexed_dims(eqn: Any, transforms: Any) -> tuple[Any, ...]:
     if not transforms:
-        return RefIndex(tuple((0, n, 1) for n in shape), value, mask)
+        return tuple((0, n, 1) for n in eqn.invars[0].aval.shape)
     if len(transforms) > 1 or not hasattr(transforms[0], "indices"):
         raise UnsupportedKernel(
             f"`{eqn.primitive.name}` at {source_line(eqn)}: only one index per access has a rule, not {transforms}."
@@ -326,7 +355,18 @@ def ref_index(eqn: Any) -> RefIndex:
             raise UnsupportedKernel(f"`{eqn.primitive.name}` at {source_line(eqn)}: an array of indices has no rule.")
         else:
             dims.append(getattr(index, "val", index))
-    return RefIndex(tuple(dims), value, mask)
+    return tuple(dims)
+
+
+def while_parts(eqn: Any) -> tuple[jex.ClosedJaxpr, int, jex.ClosedJaxpr, int]:
+    """Condition and body of a `while`, each with the number of constants that precede the carry in the operands."""
+    params = eqn.params
+    return (
+        _closed(params["cond_jaxpr"]),
+        params["cond_nconsts"],
+        _closed(params["body_jaxpr"]),
+        params["body_nconsts"],
+    )
 
 
 def source_line(eqn: Any) -> str:
