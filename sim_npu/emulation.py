@@ -54,7 +54,7 @@ def emulate(
     >>> def fn(x):
     ...     return pl.pallas_call(halves, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
     >>> emulate(fn, jnp.array([1.0, 2.0, 3.0]), precision="fp16")
-    Array([2048., 2049., 2050.], dtype=float32)
+    Array([2048., 2048., 2050.], dtype=float32)
     """
     return _compiled(fn, resolve(precision, order, chip))(*args)
 
@@ -119,18 +119,21 @@ def _constants(closed: Any) -> list[Known]:
 def _settled(init: Sequence[Kind], turn: Callable[[list[Kind]], Sequence[Kind]]) -> list[Kind]:
     """Kinds of a loop's carry that hold in every turn."""
     kinds = list(init)
-    while True:
-        found: list[Kind] = []
-
-        def shapes(found: list[Kind] = found) -> int:
-            found.extend(turn(kinds))
-            return 0
-
-        jax.eval_shape(shapes)
-        merged = [a | b for a, b in zip(kinds, found)]
-        if merged == kinds:
-            return kinds
+    while (merged := [a | b for a, b in zip(kinds, _found(turn, kinds))]) != kinds:
         kinds = merged
+    return kinds
+
+
+def _found(turn: Callable[[list[Kind]], Sequence[Kind]], kinds: list[Kind]) -> list[Kind]:
+    """Kinds after one turn, traced on shapes alone."""
+    found: list[Kind] = []
+
+    def shapes() -> int:
+        found.extend(turn(kinds))
+        return 0
+
+    jax.eval_shape(shapes)
+    return found
 
 
 def _scan(eqn: Any, operands: list[Known], policy: PrecisionPolicy) -> list[Known]:

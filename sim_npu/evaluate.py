@@ -225,9 +225,7 @@ class Evaluator:
             return again, after, seen | found
 
         known = _settle(_Known.before(init, refs), refs, both)
-        final = lax.while_loop(
-            lambda c: goes_on(known, c)[0], lambda c: step(known, c)[0], known.outside(init, refs)
-        )
+        final = lax.while_loop(lambda c: goes_on(known, c)[0], lambda c: step(known, c)[0], known.outside(init, refs))
         return list(known.finish(refs, final))
 
     def _cond(self, eqn: Any, items: list[Item]) -> list[Item]:
@@ -260,9 +258,7 @@ class Evaluator:
             known = merged
             known.widen(refs)
         carried = known.outside([], refs)
-        results, arrays = lax.switch(
-            index.x, [lambda c, b=b: branch(b, known, c)[0] for b in branches], carried
-        )
+        results, arrays = lax.switch(index.x, [lambda c, b=b: branch(b, known, c)[0] for b in branches], carried)
         found.finish_memory(refs, known.placed(refs, arrays))
         return [Value(x, k, m) for x, k, m in zip(results, found.kinds, found.multiples)]
 
@@ -277,9 +273,7 @@ class _Known:
 
     @staticmethod
     def of(values: Sequence[Value], refs: Sequence[Ref]) -> _Known:
-        return _Known(
-            tuple(v.kind for v in values), tuple(v.multiple for v in values), tuple(r.state() for r in refs)
-        )
+        return _Known(tuple(v.kind for v in values), tuple(v.multiple for v in values), tuple(r.state() for r in refs))
 
     @staticmethod
     def before(values: Sequence[Value], refs: Sequence[Ref]) -> _Known:

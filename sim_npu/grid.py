@@ -77,7 +77,7 @@ class _Operand:
         return np.where(cut, 0, self.starts).astype(np.int32)
 
     def split(self, array: Any) -> Any:
-        """`[L, ...]`: each lane's part, with unwritten elements behind the end of the array; as is without lane axes."""
+        """`[L, ...]`: each lane's part, unwritten elements behind the array's end; without lane axes all of it."""
         if array.shape:
             array = _extended(array, [self._reach(a) for a in range(array.ndim)])
         if not self.lane_axes:
@@ -263,9 +263,7 @@ class _Run:
         call = self.call
         held = [jnp.asarray(a).astype(container(b.dtype)) for a, b in zip(inputs, call.inputs)]
         aliased = {o: held[i - call.num_prefetch] for i, o in call.aliases}
-        before = [
-            aliased[o] if o in aliased else unwritten(b.array_shape, b.dtype) for o, b in enumerate(call.outputs)
-        ]
+        before = [aliased[o] if o in aliased else unwritten(b.array_shape, b.dtype) for o, b in enumerate(call.outputs)]
         parts = [op.split(a) for op, a in zip(self.operands, [*held, *before])]
         ins, outs = parts[: len(held)], parts[len(held) :]
         scratch = [unwritten(s.shape, s.dtype) for s in call.scratch]
@@ -289,9 +287,7 @@ class _Run:
         axes = [0 if op.lane_axes else None for op in self.operands]
         return jax.vmap(lane, in_axes=(0, axes[: len(ins)], axes[len(ins) :], 0))(self.steps.lanes, ins, outs, own)
 
-    def _turns(
-        self, ids: Any, ins: list[Any], outs: list[Any], scratch: list[Any], starts: list[Any]
-    ) -> list[Any]:
+    def _turns(self, ids: Any, ins: list[Any], outs: list[Any], scratch: list[Any], starts: list[Any]) -> list[Any]:
         """Outputs of one lane; `starts` are `[T, axes]`, as NumPy where they are known."""
         turns = self.steps.turns
         if len(turns) == 1:
@@ -303,7 +299,7 @@ class _Run:
         def turn(carried: Any, scanned: Any) -> tuple[Any, None]:
             turn_ids, rows = scanned
             merged = [s[0] if q else r for s, q, r in zip(starts, still, rows)]
-            return self._step(_ids(ids, turn_ids), ins, *carried, merged), None
+            return self._step(_ids(ids, turn_ids), ins, carried[0], carried[1], merged), None
 
         scanned = (jnp.asarray(turns, jnp.int32), moving)
         while True:  # kinds of outputs and scratch after any number of steps

@@ -141,13 +141,14 @@ def is_kernel_call(eqn: Any) -> bool:
 
 def has_kernel(eqn: Any) -> bool:
     """Whether a `pallas_call` is this equation or lies anywhere inside it."""
-    return is_kernel_call(eqn) or any(
-        has_kernel(inner)
-        for value in eqn.params.values()
-        for part in (value if isinstance(value, tuple | list) else (value,))
-        if hasattr(part, "eqns") or hasattr(getattr(part, "jaxpr", None), "eqns")
-        for inner in getattr(part, "jaxpr", part).eqns
-    )
+    if is_kernel_call(eqn):
+        return True
+    for value in eqn.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            jaxpr = part if hasattr(part, "eqns") else getattr(part, "jaxpr", None)
+            if jaxpr is not None and any(has_kernel(inner) for inner in getattr(jaxpr, "eqns", ())):
+                return True
+    return False
 
 
 def kernel_calls(fn: Callable, *args: Any, **kwargs: Any) -> tuple[KernelCall, ...]:

@@ -53,7 +53,7 @@ class PrecisionPolicy:
         own (all but fp16 and fp32). fp16 and fp32 arithmetic rounds half to even.
       overflow: "inf", "saturate" or "nan", as in `round_to`.
       wide_statistics: values that only feed sums (squares, say) are kept in `accumulator`.
-      widen_bf16: input values of bf16 data are kept in float32; rounding to bf16 starts with the first normalised value.
+      widen_bf16: input values of bf16 data stay float32; rounding to bf16 starts with the first normalised value.
       scale_before_sum: a sum that is at once divided by a constant n is taken over values times 1/n.
       int8_chain: a cast to int8 is rint to int32, then fp16, then trunc.
       approximate_bits: `rsqrt` and `reciprocal` keep this many fraction bits; None for square root, then division.
@@ -153,8 +153,9 @@ def resolve(
 ) -> PrecisionPolicy:
     """The policy meant by the arguments of `emulate`.
 
-    Without `precision`, a chip that sums in a tree means "ascend_950", any other chip "ascend_a2", and no chip "fp32". `order` wins over the policy's; a chip without `order` gives the sum order of its ReduceSum
-    to a policy named by `precision`.
+    Without `precision`, a chip that sums in a tree means "ascend_950", any other chip "ascend_a2", no chip "fp32".
+    `order` wins over the policy's. A chip without `order` gives a policy named by `precision` the order of its
+    ReduceSum.
 
     Raises:
       ValueError: on an unknown preset or order.
@@ -171,7 +172,9 @@ def resolve(
         order = "tree" if spec.tree_reduce else "repeats"
     if isinstance(precision, str):
         if precision not in PRESETS:
-            raise ValueError(f"`precision` must be a PrecisionPolicy or one of {', '.join(PRESETS)}; got {precision!r}.")
+            raise ValueError(
+                f"`precision` must be a PrecisionPolicy or one of {', '.join(PRESETS)}; got {precision!r}."
+            )
         precision = PRESETS[precision]
     elif not isinstance(precision, PrecisionPolicy):
         raise ValueError(f"`precision` must be a PrecisionPolicy or a preset's name; got {precision!r}.")

@@ -31,8 +31,8 @@ Add = Callable[[Array, Array], Array]
 
 
 def ordered_sum(
-    x: Float[Array, "..."], axes: Sequence[int], *, order: Order, add: Add = jnp.add, itemsize: int = 4
-) -> Float[Array, "..."]:
+    x: Float[Array, "*shape"], axes: Sequence[int], *, order: Order, add: Add = jnp.add, itemsize: int = 4
+) -> Float[Array, "*kept"]:
     """Sum of `x` over `axes` in the given order.
 
     Args:
