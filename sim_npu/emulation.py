@@ -99,7 +99,7 @@ def _equation(eqn: Any, operands: list[Known], policy: PrecisionPolicy) -> list[
     inner = adapter.inner_jaxpr(eqn)
     if inner is not None:
         return _evaluate(inner.jaxpr, _constants(inner), operands, policy)
-    if adapter.has_kernel(eqn):
+    if adapter.contains(eqn, "pallas_call"):
         rule = {"scan": _scan, "while": _while, "cond": _cond}.get(eqn.primitive.name)
         if rule is None:
             raise adapter.UnsupportedKernel(

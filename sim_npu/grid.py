@@ -19,7 +19,7 @@ from jax import lax
 
 from sim_npu.arithmetic import Arithmetic, opaque_zero
 from sim_npu.evaluate import Evaluator
-from sim_npu.pallas_adapter import BlockMapping, KernelCall
+from sim_npu.pallas_adapter import BlockMapping, KernelCall, contains
 from sim_npu.precision import Kind, PrecisionPolicy
 from sim_npu.values import Ref, Value, container, is_float, unwritten
 
@@ -28,7 +28,6 @@ from sim_npu.values import Ref, Value, container, is_float, unwritten
 class _Steps:
     """The grid as lanes (parallel axes) times turns (the others), each in row-major order."""
 
-    parallel: tuple[int, ...]
     lanes: np.ndarray  # [L, axes]: grid indices, 0 on the other axes
     turns: np.ndarray  # [T, axes]
 
@@ -39,7 +38,7 @@ class _Steps:
             return np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), -1) if grid else np.zeros((1, 0), int)
 
         rest = tuple(a for a in range(len(grid)) if a not in parallel)
-        return _Steps(parallel, indices(parallel), indices(rest))
+        return _Steps(indices(parallel), indices(rest))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,16 +149,22 @@ def run_kernel(
     scalars, inputs = arrays[: call.num_prefetch], arrays[call.num_prefetch :]
     policy = policy.for_inputs(tuple(b.dtype.name for b in call.inputs))
     arithmetic = Arithmetic(policy, opaque_zero([*inputs, *scalars]))
-    steps, operands = _layout(call)
+    atomic = any(contains(eqn, "atomic_rmw") for eqn in call.jaxpr.eqns)
+    steps, operands = _layout(call, policy.arrival_seed if atomic else None)
     return _Run(call, arithmetic, steps, operands, scalars, kinds).outputs(inputs)
 
 
-def _layout(call: KernelCall) -> tuple[_Steps, list[_Operand]]:
-    """The most parallel axes for which every output is one block, or one row of blocks, per lane."""
+def _layout(call: KernelCall, seed: int | None) -> tuple[_Steps, list[_Operand]]:
+    """The most parallel axes for which every output is one block, or one row of blocks, per lane.
+
+    With a seed, turns in an order drawn from it.
+    """
     tables = [_starts(b, call) for b in call.blocks]
     parallel = _parallel_axes(call, tables)
     while True:
         steps = _Steps.of(call.grid, parallel)
+        if seed is not None:
+            steps = _Steps(steps.lanes, np.random.default_rng(seed).permutation(steps.turns))
         operands = [_operand(b, t, steps, call.grid) for b, t in zip(call.blocks, tables)]
         outputs = operands[len(call.inputs) :]
         mixed = any(_mixed_axes(o) or (len(steps.lanes) > 1 and not o.lane_axes) for o in outputs)

@@ -139,16 +139,19 @@ def is_kernel_call(eqn: Any) -> bool:
     return eqn.primitive.name == "pallas_call"
 
 
-def has_kernel(eqn: Any) -> bool:
-    """Whether a `pallas_call` is this equation or lies anywhere inside it."""
-    if is_kernel_call(eqn):
-        return True
+def contains(eqn: Any, primitive: str) -> bool:
+    """Whether a primitive of that name is this equation or lies anywhere inside it."""
+    return eqn.primitive.name == primitive or any(
+        contains(inner, primitive) for jaxpr in _jaxprs(eqn) for inner in jaxpr.eqns
+    )
+
+
+def _jaxprs(eqn: Any) -> Iterator[Any]:
     for value in eqn.params.values():
         for part in value if isinstance(value, tuple | list) else (value,):
             jaxpr = part if hasattr(part, "eqns") else getattr(part, "jaxpr", None)
-            if jaxpr is not None and any(has_kernel(inner) for inner in getattr(jaxpr, "eqns", ())):
-                return True
-    return False
+            if hasattr(jaxpr, "eqns"):
+                yield jaxpr
 
 
 def kernel_calls(fn: Callable, *args: Any, **kwargs: Any) -> tuple[KernelCall, ...]:

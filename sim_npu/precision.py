@@ -56,6 +56,8 @@ class PrecisionPolicy:
       widen_bf16: input values of bf16 data stay float32; rounding to bf16 starts with the first normalised value.
       scale_before_sum: a sum that is at once divided by a constant n is taken over values times 1/n.
       int8_chain: a cast to int8 is rint to int32, then fp16, then trunc.
+      arrival_seed: the steps of a kernel with an atomic add arrive in an order drawn from this seed, as cores do that
+        run at once; None for the order of the grid.
       approximate_bits: `rsqrt` and `reciprocal` keep this many fraction bits; None for square root, then division.
 
     Raises:
@@ -76,6 +78,7 @@ class PrecisionPolicy:
     widen_bf16: bool = False
     scale_before_sum: bool = False
     int8_chain: bool = False
+    arrival_seed: int | None = None
     approximate_bits: int | None = None
 
     def __post_init__(self) -> None:
