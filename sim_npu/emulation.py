@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -56,12 +56,16 @@ def emulate(
     >>> emulate(fn, jnp.array([1.0, 2.0, 3.0]), precision="fp16")
     Array([2048., 2048., 2050.], dtype=float32)
     """
-    return _compiled(fn, resolve(precision, order, chip))(*args)
+    policy = resolve(precision, order, chip)
+    compiled = _compiled if isinstance(fn, Hashable) else _compile
+    return compiled(fn, policy)(*args)
 
 
-@functools.lru_cache(maxsize=256)
-def _compiled(fn: Callable[..., Any], policy: PrecisionPolicy) -> Callable[..., Any]:
+def _compile(fn: Callable[..., Any], policy: PrecisionPolicy) -> Callable[..., Any]:
     return jax.jit(functools.partial(_emulated, fn, policy))
+
+
+_compiled = functools.lru_cache(maxsize=256)(_compile)
 
 
 def _emulated(fn: Callable[..., Any], policy: PrecisionPolicy, *args: Any) -> Any:

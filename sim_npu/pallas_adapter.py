@@ -296,7 +296,7 @@ def cond_parts(eqn: Any) -> tuple[jex.ClosedJaxpr, ...]:
 
 
 _INLINED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-_CONTROL = {"scan", "while", "cond", "pallas_call", "shard_map"}
+_CONTROL = {"scan", "while", "cond", "pallas_call", "shard_map", "run_scoped"}
 
 
 def inner_jaxpr(eqn: Any) -> jex.ClosedJaxpr | None:
