@@ -47,6 +47,7 @@ def emulate(
     Raises:
       ValueError: on an unknown preset, order or chip.
       UnsupportedKernel: at a primitive without a rounding rule, with its name and source line.
+      TypeError: when differentiated; emulate the gradient instead, `emulate(jax.grad(fn), x)`.
 
     >>> from jax.experimental import pallas as pl
     >>> def halves(x_ref, y_ref):
@@ -62,7 +63,15 @@ def emulate(
 
 
 def _compile(fn: Callable[..., Any], policy: PrecisionPolicy) -> Callable[..., Any]:
-    return jax.jit(functools.partial(_emulated, fn, policy))
+    run = jax.custom_jvp(jax.jit(functools.partial(_emulated, fn, policy)))
+
+    @run.defjvp
+    def _refuse(primals: Any, tangents: Any) -> Any:
+        raise TypeError(
+            "`emulate` has no derivative, for rounding has none; emulate the gradient: emulate(jax.grad(fn), x)."
+        )
+
+    return run
 
 
 _compiled = functools.lru_cache(maxsize=256)(_compile)

@@ -23,6 +23,8 @@ from sim_npu.pallas_adapter import BlockMapping, KernelCall, contains
 from sim_npu.precision import Kind, PrecisionPolicy
 from sim_npu.values import Ref, Value, container, is_float, unwritten
 
+LANE_BYTES = 512 << 20  # inputs and outputs of the lanes that run side by side; their temporaries are some times that
+
 
 @dataclasses.dataclass(frozen=True)
 class _Steps:
@@ -290,7 +292,26 @@ class _Run:
 
         own = [jnp.asarray(s) if b else None for s, b in zip(starts, batched)]
         axes = [0 if op.lane_axes else None for op in self.operands]
-        return jax.vmap(lane, in_axes=(0, axes[: len(ins)], axes[len(ins) :], 0))(self.steps.lanes, ins, outs, own)
+        together = jax.vmap(lane, in_axes=(0, axes[: len(ins)], axes[len(ins) :], 0))
+        bytes_per_lane = sum(a.nbytes // len(a) for a, x in zip([*ins, *outs], axes) if x == 0)
+        group = max(1, LANE_BYTES // max(1, bytes_per_lane))
+        if group >= len(self.steps.lanes):
+            return together(self.steps.lanes, ins, outs, own)
+        return self._grouped(lane, ins, outs, own, axes, group)
+
+    def _grouped(
+        self, lane: Any, ins: list[Any], outs: list[Any], own: list[Any], axes: list[int | None], group: int
+    ) -> list[Any]:
+        """Outputs of all lanes, a group after another."""
+        arrays = [*ins, *outs]
+        cut = [a if x == 0 else None for a, x in zip(arrays, axes)]
+
+        def one(scanned: Any) -> list[Any]:
+            ids, parts, starts = scanned
+            whole = [a if p is None else p for a, p in zip(arrays, parts)]
+            return lane(ids, whole[: len(ins)], whole[len(ins) :], starts)
+
+        return lax.map(one, (jnp.asarray(self.steps.lanes, jnp.int32), cut, own), batch_size=group)
 
     def _turns(self, ids: Any, ins: list[Any], outs: list[Any], scratch: list[Any], starts: list[Any]) -> list[Any]:
         """Outputs of one lane; `starts` are `[T, axes]`, as NumPy where they are known."""

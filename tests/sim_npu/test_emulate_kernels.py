@@ -1,4 +1,4 @@
-"""The evaluator does what Pallas does: the fp32 policy against interpret mode and NumPy, over the features of kernels."""
+"""Kernels do what they do under Pallas: the fp32 policy against interpret mode and NumPy, feature by feature."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as pltriton
 
-from sim_npu import demos
+from sim_npu import demos, grid
 from sim_npu.emulation import emulate
 from sim_npu.pallas_adapter import UnsupportedKernel
 from sim_npu.plan import TilePlan
@@ -128,14 +128,13 @@ def test_grid_sequential_scratch_and_phases():
             y_ref[...] = jnp.sqrt(total_ref[...])
 
     x = normal(8, 96)
-    options = dict(scratch_shapes=[pltpu.VMEM((4, 1), jnp.float32)])
     fn = call(
         body,
         (8, 1),
         (2, 3),
         [pl.BlockSpec((4, 32), lambda i, k: (i, k))],
         pl.BlockSpec((4, 1), lambda i, k: (i, 0)),
-        **options,
+        scratch_shapes=[pltpu.VMEM((4, 1), jnp.float32)],
     )
 
     np.testing.assert_allclose(emulate(fn, x), np.sqrt((x * x).sum(1, keepdims=True)), rtol=1e-5)
@@ -177,6 +176,18 @@ def test_blocks_may_be_permuted_squeezed_and_run_over_the_edge():
 
     expected = x[::-1] + 10 * np.arange(3)[:, None, None] + (np.arange(10) // 4)[None, :, None]
     np.testing.assert_allclose(emulate(fn, x), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("limit", [1, 600])
+def test_lanes_that_would_fill_memory_run_in_groups(monkeypatch, limit):
+    """Groups of one lane, and of a number that does not divide all lanes."""
+    x, g = normal(13, 40), normal(40, seed=1)
+    together = emulate(demos.rms_norm, x, g, precision="fp16")
+    monkeypatch.setattr(grid, "LANE_BYTES", limit)
+
+    grouped = emulate(lambda x, g: demos.rms_norm(x, g, plan=TilePlan(rows=1)), x, g, precision="fp16")
+
+    np.testing.assert_array_equal(grouped, together)
 
 
 def test_outputs_in_another_order_than_the_grid():

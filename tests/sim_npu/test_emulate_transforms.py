@@ -108,6 +108,11 @@ def test_kernels_of_a_custom_derivative():
     np.testing.assert_array_equal(dx, expected.astype(np.float32))
 
 
+def test_differentiating_an_emulation_is_refused():
+    with pytest.raises(TypeError, match="`emulate` has no derivative.*emulate the gradient"):
+        jax.grad(lambda x: jnp.sum(run(x)))(normal(4, 8))
+
+
 def test_operations_outside_kernels_are_not_rounded():
     x = normal(4, 8)
 
