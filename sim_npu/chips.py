@@ -76,7 +76,6 @@ class ChipSpec:
       max_queue_depth: buffers per queue position.
       event_ids: events per pair of pipes.
       has_datacopypad, has_syncall, has_bf16_arith, tree_reduce: abilities.
-      bank_conflict_free: whether the compiler or author places operands in different bank groups.
       cube_flops_per_cycle: flops per cycle and cube core for fp16; a quarter for fp32, double for int8.
       sources: provenance per field, over the defaults in `PROVENANCE`.
     """
@@ -114,7 +113,6 @@ class ChipSpec:
     has_syncall: bool = True
     has_bf16_arith: bool = False
     tree_reduce: bool = False
-    bank_conflict_free: bool = True
     cube_flops_per_cycle: float = 8192.0
     sources: dict[str, Provenance] = field(default_factory=dict, hash=False)
 
