@@ -30,7 +30,7 @@ class TilePlan:
       bank_pad: move every second tile by half a row of banks, so that operands do not collide.
 
     >>> TilePlan(rows=8, queue_depth=1).describe()
-    'rows 8, depth 1, row resident'
+    'rows 8, depth 1'
 
     Raises:
       ValueError: when a value is out of range.
@@ -68,7 +68,8 @@ class TilePlan:
         words.append(f"depth {self.queue_depth}")
         if self.cores is not None:
             words.append(f"{self.cores} cores")
-        words.append({None: "kernel's residency", "row": "row resident", "stream": "row streamed"}[self.residency])
+        if self.residency is not None:
+            words.append({"row": "row resident", "stream": "row streamed"}[self.residency])
         if not self.in_place:
             words.append("no in-place")
         if not self.bank_pad:

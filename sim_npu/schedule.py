@@ -174,17 +174,17 @@ class _Steps:
         for row in rows:
             copies_in, copies_out, opens, closes = [], [], [], []
             for i, block in enumerate(self.blocks):
-                new, last, pieces, size = (int(v) for v in row[4 * i : 4 * i + 4])
-                transfer = Transfer(block.name, pieces, size)
+                starts, ends, bursts, moved = (int(v) for v in row[4 * i : 4 * i + 4])
+                transfer = Transfer(block.name, bursts, moved)
                 if block.role == "in":
-                    if new:
+                    if starts:
                         copies_in.append(transfer)
-                    if last:
+                    if ends:
                         closes.append(block.name)
                 else:
-                    if new:
+                    if starts:
                         opens.append(block.name)
-                    if last:
+                    if ends:
                         copies_out.append(transfer)
             choose = {p: int(v) for p, v in zip(predicates, row[4 * len(self.blocks) :])}
             kinds.append(StepKind(tuple(copies_in), tuple(copies_out), tuple(opens), tuple(closes), choose))

@@ -2,6 +2,7 @@
 
 Each step issues its copies in (MTE2), its body (V) and its copies out (MTE3). A copy in waits for a free buffer of
 its queue, the body for its inputs and for a free output buffer, a copy out for the body; each unit works in order.
+The scalar unit (S) issues all of it: it waits where a buffer is allocated, and stays at most two bodies ahead.
 With `queue_depth` buffers per queue the units overlap as far as buffers allow.
 
 The core's state is a handful of times. When the state after a step is the state some steps before, moved by one
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 Event = tuple
-"""("in", queue, cycles) · ("vec", cycles) · ("free", queue) · ("open", queue) · ("out", queue, cycles) · ("sync", cycles)"""
+"""`("in" | "out", queue, cycles)`, `("open" | "free", queue)`, `("vec" | "sync", cycles)`."""
 
 PERIODS = (1, 2, 3, 4)
 RECORDED = 600  # intervals kept for pictures and traces
@@ -51,6 +52,7 @@ class _Core:
     depth: dict[str, int]
     scalar_step: float
     s: float = 0.0
+    v_before: float = 0.0
     mte2: float = 0.0
     v: float = 0.0
     mte3: float = 0.0
@@ -72,13 +74,16 @@ class _Core:
 
     def run(self, events: Sequence[Event]) -> None:
         """One step."""
-        self.record("S", "step", self.s, self.s + self.scalar_step)
-        self.s += self.scalar_step
+        begin = max(self.s, self.v_before)
+        self.s = begin + self.scalar_step
+        self.record("S", "step", begin, self.s)
+        self.v_before = self.v
         for event in events:
             kind = event[0]
             if kind == "in":
                 _, queue, cycles = event
-                start = max(self.mte2, self.s, self.buffers(queue).popleft())
+                self.s = max(self.s, self.buffers(queue).popleft())
+                start = max(self.mte2, self.s)
                 self.mte2 = self.ready[queue] = start + cycles
                 self.record("MTE2", queue, start, self.mte2)
             elif kind == "open":
@@ -105,16 +110,18 @@ class _Core:
         self.simulated += 1
 
     def state(self) -> np.ndarray:
-        times = [self.s, self.mte2, self.v, self.mte3]
+        """All times that can still matter: whatever starts next starts after S, so earlier times count as S."""
+        times = [self.s, self.mte2, self.v, self.mte3, self.v_before]
         for queue in self.free.values():
             times.extend(queue)
         times.extend(self.ready.values())
         times.extend(self.waiting.values())
-        return np.array(times)
+        return np.maximum(np.array(times), self.s)
 
     def shift(self, cycles: float, steps: int) -> None:
         """Jump over `steps` steps that take `cycles`."""
         self.s += cycles
+        self.v_before += cycles
         self.mte2 += cycles
         self.v += cycles
         self.mte3 += cycles

@@ -88,17 +88,22 @@ def channel_stats(
 def _merge(sums: jax.Array, squares: jax.Array, n: int, per_part: int, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """Chan's merge of partial sums in the order of the parts; the last part holds what is left of `n`."""
     parts, c = sums.shape
-    width = min(c, 2048)
+    width = min(c, 256)
 
     def merge(sum_ref, square_ref, mean_ref, m2_ref):
-        index = jax.lax.broadcasted_iota(jnp.int32, (parts, width), 0)
-        count = jnp.clip(n - index * per_part, 0, per_part).astype(jnp.float32)
-        part_mean = sum_ref[...] / jnp.maximum(count, 1.0)
-        part_m2 = square_ref[...] - sum_ref[...] * part_mean
-        mean = jnp.sum(sum_ref[...], axis=0, keepdims=True) * (1.0 / n)
-        delta = part_mean - mean
-        mean_ref[...] = mean
-        m2_ref[...] = jnp.sum(part_m2 + count * delta * delta, axis=0, keepdims=True)
+        def add_part(p, carry):
+            mean, m2 = carry
+            before = jnp.minimum(p * per_part, n).astype(jnp.float32)
+            count = jnp.clip(n - p * per_part, 0, per_part).astype(jnp.float32)
+            total = sum_ref[pl.ds(p, 1), :]
+            part_mean = total / jnp.maximum(count, 1.0)
+            part_m2 = square_ref[pl.ds(p, 1), :] - total * part_mean
+            delta = part_mean - mean
+            weight = count / jnp.maximum(before + count, 1.0)
+            return mean + delta * weight, m2 + part_m2 + delta * delta * (before * weight)
+
+        start = jnp.zeros((1, width), jnp.float32)
+        mean_ref[...], m2_ref[...] = jax.lax.fori_loop(0, parts, add_part, (start, start))
 
     out = jax.ShapeDtypeStruct((1, c), jnp.float32)
     part = pl.BlockSpec((parts, width), lambda j: (0, j))
