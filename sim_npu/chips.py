@@ -67,7 +67,8 @@ class ChipSpec:
       l2_gbps: all reads and writes that hit L2, GB/s.
       l2_bytes: capacity.
       hbm_bytes: capacity.
-      launch_us: floor of the device time of a kernel on one core, µs.
+      launch_us: until the first core starts, µs.
+      setup_us: scalar work of a core before its first copy, µs.
       core_start_us: added when all cores start, in proportion to the cores used, µs.
       scalar_step: scalar cycles to prepare a step, hidden behind copies.
       loop_cycles: scalar cycles per turn of a loop in the body.
@@ -94,15 +95,16 @@ class ChipSpec:
     repeat_bytes: int = 256
     max_repeats: int = 255
     cycles_per_repeat: dict[str, float] = field(default_factory=_rates, hash=False)
-    vec_head: float = 20.0
-    vec_head_first: float = 36.0
+    vec_head: float = 22.0
+    vec_head_first: float = 22.0
     mte2_head: float = 113.0
-    mte3_head: float = 113.0
+    mte3_head: float = 0.0
     burst_cycles: float = 2.0
     mte2_bytes_per_cycle: float = 34.6
-    mte3_bytes_per_cycle: float = 27.0
-    launch_us: float = 3.0
-    core_start_us: float = 0.0
+    mte3_bytes_per_cycle: float = 27.5
+    launch_us: float = 0.55
+    setup_us: float = 1.7
+    core_start_us: float = 0.75
     scalar_step: float = 40.0
     loop_cycles: float = 8.0
     sync_us: float = 3.0
@@ -158,7 +160,8 @@ PROVENANCE = {
     "mte3_bytes_per_cycle": Provenance("fitted", A2_ADD),
     "chip_gbps": Provenance("fitted", A2_ADD),
     "l2_gbps": Provenance("assumed", "cores x clock x rate of one core"),
-    "launch_us": Provenance("fitted", OPS_NN),
+    "launch_us": Provenance("fitted", B4_TRACE),
+    "setup_us": Provenance("fitted", B4_TRACE),
     "core_start_us": Provenance("fitted", OPS_NN),
     "cube_flops_per_cycle": Provenance("documented", "16 x 16 x 16 multiply-adds per cycle, MANUAL"),
 }
@@ -183,13 +186,34 @@ def _a2(name: str, cores: int, clock: float, **changes: object) -> ChipSpec:
 
 _INI_RATE = {"chip_gbps": Provenance("documented", f"{INI}: rate per core and cycle x cores x clock")}
 
+_B4_PIPES = {
+    "vec_head": 19.0,
+    "vec_head_first": 36.0,
+    "mte2_head": 190.0,
+    "mte3_head": 220.0,
+    "mte2_bytes_per_cycle": 65.0,
+    "mte3_bytes_per_cycle": 95.0,
+    "launch_us": 0.55,
+    "setup_us": 1.7,
+}
+_B4_SOURCES = dict.fromkeys((*_B4_PIPES, "chip_gbps"), Provenance("fitted", B4_TRACE))
+
 CHIPS: dict[str, ChipSpec] = {
     c.name: c
     for c in (
-        _a2("910b1", 48, 1850.0, chip_gbps=1550.0),
-        _a2("910b2", 48, 1800.0, chip_gbps=1510.0),
+        _a2("910b1", 48, 1850.0, chip_gbps=1580.0),
+        _a2("910b2", 48, 1800.0, chip_gbps=1580.0),
         _a2("910b3", 40, 1800.0, sources=_INI_RATE),
-        _a2("910b4", 40, 1650.0, l2_bytes=96 * MIB, hbm_bytes=32 * GIB, sources=_INI_RATE),
+        _a2(
+            "910b4",
+            40,
+            1650.0,
+            l2_bytes=96 * MIB,
+            hbm_bytes=32 * GIB,
+            chip_gbps=850.0,
+            **_B4_PIPES,
+            sources=_B4_SOURCES,
+        ),
         _a2("910_93", 48, 1850.0, sources=_INI_RATE),
         ChipSpec(
             name="310p",

@@ -7,8 +7,9 @@ Re-reads (a second pass over a row, a parameter read by every core) hit L2 if wh
 
     chip rate = min(L2 rate, HBM rate / share of bytes that miss)
     read rate of a core = min(its own, chip rate * reads / (reads + writes) / (cores * duty^1/2))
+    write rate of a core = min(its own, chip rate / (cores * duty^1/2))
 
-`duty` is the share of time the copy unit is busy: cores that rarely copy seldom meet. The exponent lies between cores
+`duty` is the share of time that copy unit is busy: cores that rarely copy seldom meet. The exponent lies between cores
 in lockstep (0) and cores at random phases (1); it is fitted to the A2 add and 910B4 samples together.
 """
 
@@ -90,14 +91,14 @@ def split_traffic(
     return Traffic(reads, writes, unique_in, unique_out, hbm_reads, hbm_writes, rate)
 
 
-def core_rates(t: Traffic, cores: int, duty: float, chip: ChipSpec) -> tuple[float, float]:
-    """(read, write) bytes per cycle of one of `cores` equal cores whose read unit is busy `duty` of the time."""
+def core_rates(t: Traffic, cores: int, duty: tuple[float, float], chip: ChipSpec) -> tuple[float, float]:
+    """(read, write) bytes per cycle of one of `cores` equal cores whose copy units are busy `duty` of the time."""
     chip_rate = t.chip_gbps * 1e3 / chip.clock_mhz  # bytes per cycle
-    crowd = cores * max(min(duty, 1.0), 1e-3) ** DUTY_EXPONENT
+    reading, writing = (max(1.0, cores * max(min(d, 1.0), 1e-3) ** DUTY_EXPONENT) for d in duty)
     read_share = t.reads / t.total if t.total else 1.0
     return (
-        min(chip.mte2_bytes_per_cycle, chip_rate * read_share / max(1.0, crowd)),
-        min(chip.mte3_bytes_per_cycle, chip_rate / cores),
+        min(chip.mte2_bytes_per_cycle, chip_rate * read_share / reading),
+        min(chip.mte3_bytes_per_cycle, chip_rate / writing),
     )
 
 

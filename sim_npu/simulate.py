@@ -130,16 +130,17 @@ def simulate_program(
     if program.queues:
         sched = with_explicit_copies(program, sched)
     moved = traffic(program, sched, chip, cache)
-    duty, timeline, events = 1.0, None, []
-    for _ in range(4):  # the copy rate depends on how busy the copy unit is, and the reverse
+    setup = chip.setup_us * chip.clock_mhz
+    duty, timeline, events = (1.0, 1.0), None, []
+    for _ in range(5):  # the copy rates depend on how busy the copy units are, and the reverse
         rates = core_rates(moved, sched.cores, duty, chip)
         events = [_events(program, k, b, rates, chip, ub) for k, b in zip(sched.kinds, bodies)]
-        timeline = run_core(sched.codes, events, depth, scalar_step=chip.scalar_step)
-        busy = _busy(sched, events)
-        seen = busy["MTE2"] / timeline.cycles if timeline.cycles else 1.0
-        if abs(seen - duty) < 0.01:
+        timeline = run_core(sched.codes, events, depth, scalar_step=chip.scalar_step, setup=setup)
+        busy, active = _busy(sched, events), max(timeline.cycles - setup, 1.0)
+        seen = busy["MTE2"] / active, busy["MTE3"] / active
+        if max(abs(a - b) for a, b in zip(seen, duty)) < 0.01:
             break
-        duty = 0.5 * (duty + seen)
+        duty = 0.5 * (duty[0] + seen[0]), 0.5 * (duty[1] + seen[1])
     assert timeline is not None
     return _result(program, chip, plan, ub, sched, bodies, moved, timeline, _busy(sched, events))
 
@@ -156,7 +157,7 @@ def _result(
     busy: dict[str, float],
 ) -> KernelResult:
     launch = chip.launch_us + chip.core_start_us * sched.cores / chip.cores
-    core_us = max(chip.us(timeline.cycles), moved.bound_us)
+    core_us = max(chip.us(timeline.cycles), chip.setup_us + moved.bound_us)
     counts = sched.counts
     return KernelResult(
         name=program.name,

@@ -171,7 +171,12 @@ def _runs(codes: np.ndarray) -> list[tuple[int, int]]:
 
 
 def run_core(
-    codes: np.ndarray, events: Sequence[Sequence[Event]], depth: dict[str, int], *, scalar_step: float = 0.0
+    codes: np.ndarray,
+    events: Sequence[Sequence[Event]],
+    depth: dict[str, int],
+    *,
+    scalar_step: float = 0.0,
+    setup: float = 0.0,
 ) -> CoreTimeline:
     """Time of one core.
 
@@ -180,6 +185,7 @@ def run_core(
       events: per kind, what a step does in program order.
       depth: buffers per queue (1 where missing).
       scalar_step: scalar cycles to issue a step.
+      setup: scalar cycles before the first.
 
     >>> step = [("in", "x", 100.0), ("open", "y"), ("vec", 60.0), ("free", "x"), ("out", "y", 50.0)]
     >>> one, two = (run_core(np.zeros((1, 1000), int), [step], {"x": d, "y": d}).cycles for d in (1, 2))
@@ -187,6 +193,8 @@ def run_core(
     (160050.0, 100110.0)
     """
     core = _Core(depth, scalar_step)
+    core.record("S", "set-up", 0.0, setup)
+    core.s = setup
     # Positions with the same sequence of kinds are one kind of position.
     rows, kinds = np.unique(codes, axis=0, return_inverse=True) if codes.shape[1] > 1 else (None, codes[:, 0])
     kinds = np.asarray(kinds).reshape(-1)
