@@ -197,6 +197,9 @@ _B4_PIPES = {
     "setup_us": 1.7,
 }
 _B4_SOURCES = dict.fromkeys((*_B4_PIPES, "chip_gbps"), Provenance("fitted", B4_TRACE))
+_950_SOURCES = dict.fromkeys(
+    ("l2_gbps", "vec_head", "mte2_bytes_per_cycle", "mte3_bytes_per_cycle"), Provenance("fitted", OPS_NN)
+)
 
 CHIPS: dict[str, ChipSpec] = {
     c.name: c
@@ -240,13 +243,16 @@ CHIPS: dict[str, ChipSpec] = {
             l2_bytes=128 * MIB,
             hbm_bytes=128 * GIB,
             chip_gbps=1640.0,
-            l2_gbps=3300.0,
+            l2_gbps=2800.0,
+            vec_head=8.0,
+            mte2_bytes_per_cycle=60.0,
+            mte3_bytes_per_cycle=60.0,
             ub_bank_groups=8,
             ub_banks_per_group=2,
             max_repeats=1 << 30,  # loops in registers instead of counted repeats
             has_bf16_arith=True,
             tree_reduce=True,
-            sources=_INI_RATE,
+            sources=_INI_RATE | _950_SOURCES,
         ),
         ChipSpec(
             name="generic",

@@ -162,13 +162,18 @@ def rms_norm_stream(
         def _():
             total_ref[...] = jnp.zeros_like(total_ref)
 
-        @pl.when(phase == 0)
-        def _():
+        def add(masked):
             v = x_ref[...].astype(jnp.float32)
-            if d % chunk:
+            if masked:
                 inside = jax.lax.broadcasted_iota(jnp.int32, (rows, chunk), 1) < d - c * chunk
                 v = jnp.where(inside, v, 0.0)
             total_ref[...] += jnp.sum(v * v, axis=-1, keepdims=True)
+
+        if d % chunk:  # only the last chunk of a row needs a mask
+            pl.when((phase == 0) & (c == turns - 1))(lambda: add(True))
+            pl.when((phase == 0) & (c < turns - 1))(lambda: add(False))
+        else:
+            pl.when(phase == 0)(lambda: add(False))
 
         @pl.when(phase == 1)
         def _():
