@@ -22,7 +22,6 @@ from sim_npu.schedule import Schedule, StepKind, schedule
 from sim_npu.timeline import CoreTimeline, Event, run_core
 from sim_npu.translate import translate
 
-PROFILES = ("ideal", "as_shipped")
 Kernel = Callable | TileProgram | Sequence[TileProgram]
 
 
@@ -33,6 +32,7 @@ def simulate(
     plan: TilePlan | None = None,
     profile: str = "ideal",
     cache: str = "warm",
+    explain_capacity: bool = True,
     **kwargs: Any,
 ) -> SimReport:
     """Time, traffic and buffer use of `fn(*args)` on one chip. `fn` is traced, never run.
@@ -42,9 +42,10 @@ def simulate(
       args: arrays, ShapeDtypeStructs, or `(shape, dtype)` pairs.
       chip: preset name or ChipSpec.
       plan: tiling; passed to `fn` if it takes `plan`. Depth and cores apply to every kernel.
-      profile: "ideal" (this plan, executed as well as the hardware allows) or "as_shipped" (with overheads fitted
-        to public measurements of shipped kernels, where there are any).
+      profile: "ideal" (this plan, executed as well as the hardware allows), "as_shipped" (with overheads fitted to
+        public measurements of shipped kernels on that chip) or "as_shipped:rms_norm" (of that operator).
       cache: "warm", "cold", or "bypass" (inputs do not enter L2).
+      explain_capacity: search for a plan that fits before raising CapacityError.
       kwargs: passed to `fn`.
 
     Raises:
@@ -58,8 +59,8 @@ def simulate(
     ('rms_norm', 33554432)
     """
     spec = get_chip(chip)
-    if profile not in PROFILES:
-        raise ValueError(f"`profile` must be one of {PROFILES}; got {profile!r}.")
+    if profile.partition(":")[0] not in ("ideal", "as_shipped"):
+        raise ValueError(f"`profile` must be 'ideal', 'as_shipped' or 'as_shipped:operator'; got {profile!r}.")
     plan = plan or TilePlan()
     programs = programs_of(fn, *args, plan=plan, **kwargs)
     name = programs[0].name if not callable(fn) else getattr(fn, "__name__", programs[0].name)
@@ -67,11 +68,13 @@ def simulate(
     for program in programs:
         ub = ub_map(program, spec, plan)
         if not ub.fits:
-            raise CapacityError(_remedy(program, ub, spec, plan, fn, args, kwargs))
+            text = f"kernel `{program.name}` with plan ({plan.describe()}) {ub.complaint()}."
+            raise CapacityError(_remedy(text, spec, plan, fn, args, kwargs) if explain_capacity else text)
         kernels.append(simulate_program(program, spec, plan, cache, ub))
-    ideal = sum(k.total_us for k in kernels)
-    shipped = shipped_us(name, spec, kernels) if profile == "as_shipped" else None
-    return SimReport(name, spec, plan, profile, cache, tuple(kernels), ideal if shipped is None else shipped)
+    total = sum(k.total_us for k in kernels)
+    if profile != "ideal":
+        total = shipped_us(profile, spec, total - sum(k.launch_us for k in kernels))
+    return SimReport(name, spec, plan, profile, cache, tuple(kernels), total)
 
 
 def programs_of(fn: Kernel, *args: Any, plan: TilePlan | None = None, **kwargs: Any) -> tuple[TileProgram, ...]:
@@ -215,10 +218,7 @@ def _busy(sched: Schedule, events: Sequence[Sequence[Event]]) -> dict[str, float
     return busy
 
 
-def _remedy(
-    program: TileProgram, ub: UbMap, chip: ChipSpec, plan: TilePlan, fn: Kernel, args: tuple, kwargs: dict[str, Any]
-) -> str:
-    text = f"kernel `{program.name}` with plan ({plan.describe()}) {ub.complaint()}."
+def _remedy(text: str, chip: ChipSpec, plan: TilePlan, fn: Kernel, args: tuple, kwargs: dict[str, Any]) -> str:
     near = nearest_plan(fn, *args, chip=chip, plan=plan, **kwargs)
     if near is None:
         return f"{text} No smaller queue depth or tiling of this function fits; use smaller blocks."
