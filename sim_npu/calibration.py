@@ -17,6 +17,7 @@ import numpy as np
 from sim_npu import demos
 from sim_npu.builder import Builder
 from sim_npu.chips import get_chip
+from sim_npu.footprint import CapacityError
 from sim_npu.ir import TileProgram, dtype_bytes
 from sim_npu.measured import OPERATORS, AddCase, Measured
 from sim_npu.plan import TilePlan
@@ -29,7 +30,7 @@ KERNELS = {"rms_norm": demos.rms_norm, "group_norm": demos.group_norm, "batch_no
 
 @dataclass(frozen=True)
 class Row:
-    """A measured case with the model's times, µs: ideal in all and without launch; bytes for the naive formula."""
+    """A measured case with the model's times, µs: ideal, and without launch of the shipped tiling; bytes moved."""
 
     case: Measured
     fitted: bool
@@ -70,13 +71,44 @@ def ideal_report(case: Measured) -> SimReport:
     return rank_plans(fn, *arrays, chip=case.chip, plans=plans, **attrs).best
 
 
+def shipped_plan(case: Measured) -> TilePlan | None:
+    """The tiling the measured operator is documented to choose, or None where the best plan stands for it.
+
+    RmsNorm on A2 (ops-nn tiling templates): D up to 2000 merges UB / (16 D + 260) rows per loop, longer rows go one by
+    one; neither overlaps copies with work. The other operators' templates leave the model's choice.
+    """
+    if (case.chip, case.op) != ("910b2", "rms_norm"):
+        return None
+    d = -(-case.shape[-1] // 16) * 16
+    if d > 2000:
+        return TilePlan(rows=1, residency="row", queue_depth=1)
+    merged = get_chip(case.chip).ub_bytes // (16 * d + 260)
+    return TilePlan(rows=max(1, merged), residency="row", queue_depth=1)
+
+
+@functools.lru_cache(maxsize=256)
+def shipped_report(case: Measured) -> SimReport:
+    """The shipped tiling of a measured case; rows are halved until this package's kernel fits."""
+    plan = shipped_plan(case)
+    if plan is None:
+        return ideal_report(case)
+    fn, arrays, attrs = arguments(case)
+    while True:
+        try:
+            return simulate(fn, *arrays, chip=case.chip, plan=plan, explain_capacity=False, **attrs)
+        except CapacityError:
+            if plan.rows == 1:
+                raise
+            plan = plan.replace(rows=(plan.rows or 2) // 2)
+
+
 def model_rows(cases: Sequence[Measured] = OPERATORS) -> list[Row]:
-    """Every case with the model's ideal time."""
+    """Every case with the model's times."""
     rows = []
     for case in cases:
-        report = ideal_report(case)
-        launch = sum(k.launch_us for k in report.kernels)
-        rows.append(Row(case, is_fit(case), report.total_us, report.total_us - launch, naive_bytes(case)))
+        shipped = shipped_report(case)
+        core = shipped.total_us - sum(k.launch_us for k in shipped.kernels)
+        rows.append(Row(case, is_fit(case), ideal_report(case).total_us, core, naive_bytes(case)))
     return rows
 
 
