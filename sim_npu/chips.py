@@ -67,7 +67,8 @@ class ChipSpec:
       l2_gbps: all reads and writes that hit L2, GB/s.
       l2_bytes: capacity.
       hbm_bytes: capacity.
-      launch_us: floor of the device time of a kernel on one core, µs.
+      launch_us: until the first core starts, µs.
+      setup_us: scalar work of a core before its first copy, µs.
       core_start_us: added when all cores start, in proportion to the cores used, µs.
       scalar_step: scalar cycles to prepare a step, hidden behind copies.
       loop_cycles: scalar cycles per turn of a loop in the body.
@@ -76,7 +77,6 @@ class ChipSpec:
       max_queue_depth: buffers per queue position.
       event_ids: events per pair of pipes.
       has_datacopypad, has_syncall, has_bf16_arith, tree_reduce: abilities.
-      bank_conflict_free: whether the compiler or author places operands in different bank groups.
       cube_flops_per_cycle: flops per cycle and cube core for fp16; a quarter for fp32, double for int8.
       sources: provenance per field, over the defaults in `PROVENANCE`.
     """
@@ -95,15 +95,16 @@ class ChipSpec:
     repeat_bytes: int = 256
     max_repeats: int = 255
     cycles_per_repeat: dict[str, float] = field(default_factory=_rates, hash=False)
-    vec_head: float = 20.0
-    vec_head_first: float = 36.0
+    vec_head: float = 22.0
+    vec_head_first: float = 22.0
     mte2_head: float = 113.0
-    mte3_head: float = 113.0
+    mte3_head: float = 0.0
     burst_cycles: float = 2.0
     mte2_bytes_per_cycle: float = 34.6
-    mte3_bytes_per_cycle: float = 27.0
-    launch_us: float = 3.0
-    core_start_us: float = 0.0
+    mte3_bytes_per_cycle: float = 27.5
+    launch_us: float = 0.55
+    setup_us: float = 1.7
+    core_start_us: float = 0.75
     scalar_step: float = 40.0
     loop_cycles: float = 8.0
     sync_us: float = 3.0
@@ -114,7 +115,6 @@ class ChipSpec:
     has_syncall: bool = True
     has_bf16_arith: bool = False
     tree_reduce: bool = False
-    bank_conflict_free: bool = True
     cube_flops_per_cycle: float = 8192.0
     sources: dict[str, Provenance] = field(default_factory=dict, hash=False)
 
@@ -160,7 +160,8 @@ PROVENANCE = {
     "mte3_bytes_per_cycle": Provenance("fitted", A2_ADD),
     "chip_gbps": Provenance("fitted", A2_ADD),
     "l2_gbps": Provenance("assumed", "cores x clock x rate of one core"),
-    "launch_us": Provenance("fitted", OPS_NN),
+    "launch_us": Provenance("fitted", B4_TRACE),
+    "setup_us": Provenance("fitted", B4_TRACE),
     "core_start_us": Provenance("fitted", OPS_NN),
     "cube_flops_per_cycle": Provenance("documented", "16 x 16 x 16 multiply-adds per cycle, MANUAL"),
 }
@@ -185,13 +186,37 @@ def _a2(name: str, cores: int, clock: float, **changes: object) -> ChipSpec:
 
 _INI_RATE = {"chip_gbps": Provenance("documented", f"{INI}: rate per core and cycle x cores x clock")}
 
+_B4_PIPES = {
+    "vec_head": 19.0,
+    "vec_head_first": 36.0,
+    "mte2_head": 190.0,
+    "mte3_head": 220.0,
+    "mte2_bytes_per_cycle": 65.0,
+    "mte3_bytes_per_cycle": 95.0,
+    "launch_us": 0.55,
+    "setup_us": 1.7,
+}
+_B4_SOURCES = dict.fromkeys((*_B4_PIPES, "chip_gbps"), Provenance("fitted", B4_TRACE))
+_950_SOURCES = dict.fromkeys(
+    ("l2_gbps", "vec_head", "mte2_bytes_per_cycle", "mte3_bytes_per_cycle"), Provenance("fitted", OPS_NN)
+)
+
 CHIPS: dict[str, ChipSpec] = {
     c.name: c
     for c in (
-        _a2("910b1", 48, 1850.0, chip_gbps=1550.0),
-        _a2("910b2", 48, 1800.0, chip_gbps=1510.0),
+        _a2("910b1", 48, 1850.0, chip_gbps=1580.0),
+        _a2("910b2", 48, 1800.0, chip_gbps=1580.0),
         _a2("910b3", 40, 1800.0, sources=_INI_RATE),
-        _a2("910b4", 40, 1650.0, l2_bytes=96 * MIB, hbm_bytes=32 * GIB, sources=_INI_RATE),
+        _a2(
+            "910b4",
+            40,
+            1650.0,
+            l2_bytes=96 * MIB,
+            hbm_bytes=32 * GIB,
+            chip_gbps=850.0,
+            **_B4_PIPES,
+            sources=_B4_SOURCES,
+        ),
         _a2("910_93", 48, 1850.0, sources=_INI_RATE),
         ChipSpec(
             name="310p",
@@ -218,13 +243,16 @@ CHIPS: dict[str, ChipSpec] = {
             l2_bytes=128 * MIB,
             hbm_bytes=128 * GIB,
             chip_gbps=1640.0,
-            l2_gbps=3300.0,
+            l2_gbps=2800.0,
+            vec_head=8.0,
+            mte2_bytes_per_cycle=60.0,
+            mte3_bytes_per_cycle=60.0,
             ub_bank_groups=8,
             ub_banks_per_group=2,
             max_repeats=1 << 30,  # loops in registers instead of counted repeats
             has_bf16_arith=True,
             tree_reduce=True,
-            sources=_INI_RATE,
+            sources=_INI_RATE | _950_SOURCES,
         ),
         ChipSpec(
             name="generic",

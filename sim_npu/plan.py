@@ -27,9 +27,10 @@ class TilePlan:
       cores: at most so many; None for all.
       residency: "row" keeps a whole row in the unified buffer, "stream" reads it in chunks, twice.
       in_place: let an operation's result take the place of an operand that is not needed again.
+      bank_pad: move every second tile by half a row of banks, so that operands do not collide.
 
     >>> TilePlan(rows=8, queue_depth=1).describe()
-    'rows 8, depth 1, row resident'
+    'rows 8, depth 1'
 
     Raises:
       ValueError: when a value is out of range.
@@ -41,6 +42,7 @@ class TilePlan:
     cores: int | None = None
     residency: str | None = None
     in_place: bool = True
+    bank_pad: bool = True
 
     def __post_init__(self) -> None:
         for name in ("rows", "chunk", "cores"):
@@ -66,9 +68,12 @@ class TilePlan:
         words.append(f"depth {self.queue_depth}")
         if self.cores is not None:
             words.append(f"{self.cores} cores")
-        words.append({None: "kernel's residency", "row": "row resident", "stream": "row streamed"}[self.residency])
+        if self.residency is not None:
+            words.append({"row": "row resident", "stream": "row streamed"}[self.residency])
         if not self.in_place:
             words.append("no in-place")
+        if not self.bank_pad:
+            words.append("no bank padding")
         return ", ".join(words)
 
     def tiling(self) -> TilePlan:

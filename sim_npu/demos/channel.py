@@ -1,4 +1,4 @@
-"""Sums over channels-last arrays: per-channel mean and sum of squared deviations, and the two gradient sums.
+"""Sums over channels-last arrays: per-channel mean and sum of squared deviations.
 
 Cores cannot add into one tile, so each block of rows gives a partial result and a second kernel merges them in a
 fixed order (Chan's formula for the statistics): two kernels, deterministic on any number of cores.
@@ -88,17 +88,22 @@ def channel_stats(
 def _merge(sums: jax.Array, squares: jax.Array, n: int, per_part: int, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """Chan's merge of partial sums in the order of the parts; the last part holds what is left of `n`."""
     parts, c = sums.shape
-    width = min(c, 2048)
+    width = min(c, 256)
 
     def merge(sum_ref, square_ref, mean_ref, m2_ref):
-        index = jax.lax.broadcasted_iota(jnp.int32, (parts, width), 0)
-        count = jnp.clip(n - index * per_part, 0, per_part).astype(jnp.float32)
-        part_mean = sum_ref[...] / jnp.maximum(count, 1.0)
-        part_m2 = square_ref[...] - sum_ref[...] * part_mean
-        mean = jnp.sum(sum_ref[...], axis=0, keepdims=True) * (1.0 / n)
-        delta = part_mean - mean
-        mean_ref[...] = mean
-        m2_ref[...] = jnp.sum(part_m2 + count * delta * delta, axis=0, keepdims=True)
+        def add_part(p, carry):
+            mean, m2 = carry
+            before = jnp.minimum(p * per_part, n).astype(jnp.float32)
+            count = jnp.clip(n - p * per_part, 0, per_part).astype(jnp.float32)
+            total = sum_ref[pl.ds(p, 1), :]
+            part_mean = total / jnp.maximum(count, 1.0)
+            part_m2 = square_ref[pl.ds(p, 1), :] - total * part_mean
+            delta = part_mean - mean
+            weight = count / jnp.maximum(before + count, 1.0)
+            return mean + delta * weight, m2 + part_m2 + delta * delta * (before * weight)
+
+        start = jnp.zeros((1, width), jnp.float32)
+        mean_ref[...], m2_ref[...] = jax.lax.fori_loop(0, parts, add_part, (start, start))
 
     out = jax.ShapeDtypeStruct((1, c), jnp.float32)
     part = pl.BlockSpec((parts, width), lambda j: (0, j))
@@ -116,93 +121,9 @@ def _merge(sums: jax.Array, squares: jax.Array, n: int, per_part: int, interpret
     return mean[0], m2[0]
 
 
-def channel_grad(
-    dy: jax.Array,
-    x: jax.Array,
-    mean: jax.Array,
-    rstd: jax.Array,
-    scale: jax.Array,
-    *,
-    training: bool = True,
-    plan: TilePlan | None = None,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradient of a per-channel norm with channels in the middle: sums over rows and space, then one pass.
-
-    Args:
-      dy, x: `[N, C, R]`.
-      mean, rstd, scale: `[C]`, float32.
-      training: whether dx goes through the statistics.
-      plan: `rows` is channels per block.
-      interpret: run in Pallas' interpreter.
-
-    Returns:
-      dx `[N, C, R]` in x's dtype, dscale `[C]`, dbias `[C]` in float32.
-    """
-    n, c, r = x.shape
-    chunk = min(r, (plan.chunk if plan and plan.chunk else None) or 4096)
-    channels = min(c, (plan.rows if plan and plan.rows else None) or max(1, min(pl.cdiv(c, 64), 4096 // chunk)))
-    turns = pl.cdiv(r, chunk)
-    total = float(n * r)
-
-    def kernel(dy_ref, x_ref, mean_ref, rstd_ref, scale_ref, dx_ref, dscale_ref, dbias_ref):
-        phase, i, t = pl.program_id(1), pl.program_id(2), pl.program_id(3)
-
-        @pl.when((phase == 0) & (i == 0) & (t == 0))
-        def _():
-            dscale_ref[...] = jnp.zeros_like(dscale_ref)
-            dbias_ref[...] = jnp.zeros_like(dbias_ref)
-
-        @pl.when(phase == 0)
-        def _():
-            g = dy_ref[...].astype(jnp.float32)
-            xhat = (x_ref[...].astype(jnp.float32) - mean_ref[...]) * rstd_ref[...]
-            if r % chunk:
-                inside = jax.lax.broadcasted_iota(jnp.int32, (channels, chunk), 1) < r - t * chunk
-                g, xhat = jnp.where(inside, g, 0.0), jnp.where(inside, xhat, 0.0)
-            dbias_ref[...] += jnp.sum(g, axis=-1, keepdims=True)
-            dscale_ref[...] += jnp.sum(g * xhat, axis=-1, keepdims=True)
-
-        @pl.when(phase == 1)
-        def _():
-            factor = scale_ref[...] * rstd_ref[...]
-            g = dy_ref[...].astype(jnp.float32)
-            if training:
-                xhat = (x_ref[...].astype(jnp.float32) - mean_ref[...]) * rstd_ref[...]
-                g = g - (dbias_ref[...] + xhat * dscale_ref[...]) * (1.0 / total)
-            dx_ref[...] = (g * factor).astype(dx_ref.dtype)
-
-    moving = pl.BlockSpec((None, channels, chunk), lambda j, phase, i, t: (i, j, t))
-    written = pl.BlockSpec((None, channels, chunk), lambda j, phase, i, t: (i * phase, j, t * phase))
-    column = pl.BlockSpec((channels, 1), lambda j, phase, i, t: (j, 0))
-    stat = jax.ShapeDtypeStruct((c, 1), jnp.float32)
-    dx, dscale, dbias = pl.pallas_call(
-        kernel,
-        name="channel_grad",
-        grid=(pl.cdiv(c, channels), 2, n, turns),
-        in_specs=[moving, moving, column, column, column],
-        out_specs=[written, column, column],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), stat, stat],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary")),
-        interpret=interpret,
-    )(dy, x, mean.reshape(c, 1), rstd.reshape(c, 1), scale.reshape(c, 1))
-    return dx, dscale[:, 0], dbias[:, 0]
-
-
 def _stats_arrays(shape: tuple[int, ...], dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
     return (jax.ShapeDtypeStruct(_fold(shape), dtype),)
 
 
-def _grad_arrays(shape: tuple[int, ...], dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """`shape` is [N, C, space...]; two axes are read as [N, C] with no space."""
-    r = 1
-    for k in shape[2:]:
-        r *= k
-    x = jax.ShapeDtypeStruct((shape[0], shape[1], r), dtype)
-    stat = jax.ShapeDtypeStruct((shape[1],), jnp.float32)
-    return x, x, stat, stat, stat
-
-
 channel_stats.example_arrays = _stats_arrays  # type: ignore[attr-defined]
 channel_stats.plan_space = plan_space  # type: ignore[attr-defined]
-channel_grad.example_arrays = _grad_arrays  # type: ignore[attr-defined]

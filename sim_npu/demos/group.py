@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,7 +12,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from sim_npu.plan import TilePlan
 
-RESIDENT_BYTES = 96 * 1024  # float32 bytes of a group below which it is read once
+BUDGET = 144 * 1024  # bytes of unified buffer for a group's tiles
+
+
+def _bytes_per_element(dtype: Any) -> int:
+    """x and y twice, and float32 for the group and one temporary."""
+    return 4 * jnp.dtype(dtype).itemsize + 8
 
 
 def group_norm(
@@ -34,7 +40,7 @@ def group_norm(
       scale, bias: `[C]`.
       groups: number of groups, a divisor of C.
       eps: added to the variance.
-      plan: `residency`, and `chunk` elements of R at a time when streaming.
+      plan: `residency`, and `chunk` elements at a time when streaming; `rows` samples per block where R is 1.
       interpret: run in Pallas' interpreter.
 
     Returns:
@@ -48,14 +54,47 @@ def group_norm(
         raise ValueError(f"`groups` must divide the {c} channels; got {groups}.")
     per = c // groups
     plan = plan or TilePlan()
-    fits = per * r * 4 * (2 if x.dtype.itemsize == 2 else 1) <= RESIDENT_BYTES
-    residency = plan.residency or ("row" if fits else "stream")
+    width = pl.cdiv(r, 16) * 16  # lanes a row takes in the unified buffer
+    room = BUDGET // _bytes_per_element(x.dtype)
+    if r == 1 and (groups == 1 or per % 128 == 0):
+        return _rows(x.reshape(n, c), scale, bias, groups, eps, min(n, plan.rows or max(1, room // per)), interpret)
     args = (x.reshape(n * groups, per, r), scale.reshape(groups, per, 1), bias.reshape(groups, per, 1))
-    if residency == "row":
+    if (plan.residency or ("row" if per * width <= room else "stream")) == "row":
         y = _resident(*args, eps, interpret)
     else:
-        y = _streamed(*args, eps, plan.chunk or max(128, 8192 // per), interpret)
+        limit = plan.chunk or room
+        elements = min(r, max(16, limit // 16 * 16))
+        channels = max(1, min(per, limit // width))
+        y = _streamed(*args, eps, channels, elements, interpret)
     return y.reshape(x.shape)
+
+
+def _rows(
+    x: jax.Array, scale: jax.Array, bias: jax.Array, groups: int, eps: float, rows: int, interpret: bool
+) -> jax.Array:
+    """No space: a group is a run of channels along lanes, and a block holds several samples."""
+    n, c = x.shape
+    per = c // groups
+
+    def kernel(x_ref, scale_ref, bias_ref, y_ref):
+        v = x_ref[...].astype(jnp.float32)
+        centred = v - jnp.sum(v, axis=-1, keepdims=True) * (1.0 / per)
+        var = jnp.sum(centred * centred, axis=-1, keepdims=True) * (1.0 / per)
+        y = centred * (1.0 / jnp.sqrt(var + eps)) * scale_ref[...] + bias_ref[...]
+        y_ref[...] = y.astype(y_ref.dtype)
+
+    block = pl.BlockSpec((rows, per), lambda i, g: (i, g))
+    affine = pl.BlockSpec((1, per), lambda i, g: (0, g))
+    return pl.pallas_call(
+        kernel,
+        name="group_norm_rows",
+        grid=(pl.cdiv(n, rows), groups),
+        in_specs=[block, affine, affine],
+        out_specs=block,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        interpret=interpret,
+    )(x, scale.reshape(1, c).astype(jnp.float32), bias.reshape(1, c).astype(jnp.float32)).reshape(n, c, 1)
 
 
 def _resident(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float, interpret: bool) -> jax.Array:
@@ -84,30 +123,39 @@ def _resident(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float, inter
     )(x, scale.astype(jnp.float32), bias.astype(jnp.float32))
 
 
-def _streamed(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float, chunk: int, interpret: bool) -> jax.Array:
+def _streamed(
+    x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float, channels: int, elements: int, interpret: bool
+) -> jax.Array:
+    """Blocks of `channels` by `elements` of space, walked twice; what lies outside the group is masked."""
     rows, per, r = x.shape
     groups = scale.shape[0]
-    chunk = min(chunk, r)
-    turns = pl.cdiv(r, chunk)
     inverse = 1.0 / (per * r)
 
     def kernel(x_ref, scale_ref, bias_ref, y_ref, first_ref, sum_ref, square_ref):
-        phase, t = pl.program_id(1), pl.program_id(2)
+        phase, k, t = pl.program_id(1), pl.program_id(2), pl.program_id(3)
 
-        @pl.when((phase == 0) & (t == 0))
+        @pl.when((phase == 0) & (k == 0) & (t == 0))
         def _():
             first_ref[...] = x_ref[0:1, 0:1].astype(jnp.float32)
             sum_ref[...] = jnp.zeros_like(sum_ref)
             square_ref[...] = jnp.zeros_like(square_ref)
 
-        @pl.when(phase == 0)
-        def _():
+        def add(masked):
             v = x_ref[...].astype(jnp.float32) - first_ref[...]
-            if r % chunk:
-                inside = jax.lax.broadcasted_iota(jnp.int32, (per, chunk), 1) < r - t * chunk
+            if masked:
+                inside = jax.lax.broadcasted_iota(jnp.int32, (channels, elements), 1) < r - t * elements
+                if per % channels:
+                    inside &= jax.lax.broadcasted_iota(jnp.int32, (channels, elements), 0) < per - k * channels
                 v = jnp.where(inside, v, 0.0)
             sum_ref[...] += jnp.sum(v, keepdims=True)
             square_ref[...] += jnp.sum(v * v, keepdims=True)
+
+        partial = ((k + 1) * channels > per) | ((t + 1) * elements > r)  # only these blocks need a mask
+        if per % channels or r % elements:
+            pl.when((phase == 0) & partial)(lambda: add(True))
+            pl.when((phase == 0) & jnp.logical_not(partial))(lambda: add(False))
+        else:
+            pl.when(phase == 0)(lambda: add(False))
 
         @pl.when(phase == 1)
         def _():
@@ -117,18 +165,25 @@ def _streamed(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float, chunk
             offset = bias_ref[...] - (first_ref[...] + shift) * factor
             y_ref[...] = (x_ref[...].astype(jnp.float32) * factor + offset).astype(y_ref.dtype)
 
-    affine = pl.BlockSpec((None, per, 1), lambda i, phase, t: (i % groups, 0, 0))
+    affine = pl.BlockSpec((None, channels, 1), lambda i, phase, k, t: (i % groups, k, 0))
+    moving = pl.BlockSpec((None, channels, elements), lambda i, phase, k, t: (i, k, t))
     return pl.pallas_call(
         kernel,
         name="group_norm_stream",
-        grid=(rows, 2, turns),
-        in_specs=[pl.BlockSpec((None, per, chunk), lambda i, phase, t: (i, 0, t)), affine, affine],
-        out_specs=pl.BlockSpec((None, per, chunk), lambda i, phase, t: (i, 0, t * phase)),
+        grid=(rows, 2, pl.cdiv(per, channels), pl.cdiv(r, elements)),
+        in_specs=[moving, affine, affine],
+        out_specs=pl.BlockSpec((None, channels, elements), lambda i, phase, k, t: (i, k * phase, t * phase)),
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         scratch_shapes=[pltpu.VMEM((1, 1), jnp.float32)] * 3,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary")),
         interpret=interpret,
     )(x, scale.astype(jnp.float32), bias.astype(jnp.float32))
+
+
+def plan_space(x: Any, *rest: Any) -> Iterator[TilePlan]:
+    """The default, and smaller chunks of a streamed group."""
+    yield TilePlan()
+    yield from (TilePlan(chunk=k, residency="stream") for k in (1024, 2048, 4096, 8192) if k < x.shape[1] * x.shape[2])
 
 
 def _example_arrays(shape: tuple[int, ...], dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -141,3 +196,4 @@ def _example_arrays(shape: tuple[int, ...], dtype: Any) -> tuple[jax.ShapeDtypeS
 
 
 group_norm.example_arrays = _example_arrays  # type: ignore[attr-defined]
+group_norm.plan_space = plan_space  # type: ignore[attr-defined]

@@ -30,13 +30,20 @@ def _rows_that_fit(d: int, dtype: Any, *, budget: int = UB_FOR_ROWS) -> int:
 
 
 def default_plan(shape: tuple[int, ...], dtype: Any) -> TilePlan:
-    """Whole rows where at least one fits, enough of them to make copies of about 32 KiB; chunks otherwise."""
+    """Whole rows where one fits with its temporaries, then resident rows in chunks, then streamed rows.
+
+    Blocks aim at copies of 32 KiB, and at enough blocks for 48 cores.
+    """
     n, d = shape
+    itemsize = jnp.dtype(dtype).itemsize
+    aim = max(1, min(32 * 1024 // (d * itemsize), pl.cdiv(n, 48)))
     fit = _rows_that_fit(d, dtype)
-    if fit < 1:
-        return TilePlan(rows=1, chunk=4096, residency="stream")
-    aim = max(1, 32 * 1024 // (d * jnp.dtype(dtype).itemsize))
-    return TilePlan(rows=min(fit, aim, max(1, n)), residency="row")
+    if fit >= 1:
+        return TilePlan(rows=min(fit, aim), residency="row")
+    padded = pl.cdiv(d, 1024) * 1024
+    if 5 * itemsize * padded + 24 * 1024 <= UB_FOR_ROWS:  # x and y twice, the scale once; temporaries of a chunk
+        return TilePlan(rows=1, chunk=1024, residency="row")
+    return TilePlan(rows=1, chunk=4096, residency="stream")
 
 
 def plan_space(x: Any, scale: Any = None) -> Iterator[TilePlan]:
@@ -79,6 +86,8 @@ def rms_norm(
     residency = plan.residency or start.residency
     if residency == "stream":
         return rms_norm_stream(x, scale, eps=eps, plan=plan, interpret=interpret)
+    if plan.chunk is None and plan.residency is None and plan.rows is None:
+        plan = start
     if plan.chunk is not None:
         return rms_norm_chunked(x, scale, eps=eps, plan=plan, interpret=interpret)
     n, d = x.shape
@@ -153,13 +162,18 @@ def rms_norm_stream(
         def _():
             total_ref[...] = jnp.zeros_like(total_ref)
 
-        @pl.when(phase == 0)
-        def _():
+        def add(masked):
             v = x_ref[...].astype(jnp.float32)
-            if d % chunk:
+            if masked:
                 inside = jax.lax.broadcasted_iota(jnp.int32, (rows, chunk), 1) < d - c * chunk
                 v = jnp.where(inside, v, 0.0)
             total_ref[...] += jnp.sum(v * v, axis=-1, keepdims=True)
+
+        if d % chunk:  # only the last chunk of a row needs a mask
+            pl.when((phase == 0) & (c == turns - 1))(lambda: add(True))
+            pl.when((phase == 0) & (c < turns - 1))(lambda: add(False))
+        else:
+            pl.when(phase == 0)(lambda: add(False))
 
         @pl.when(phase == 1)
         def _():
