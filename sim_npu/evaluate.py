@@ -7,20 +7,19 @@ is traced, so the body is first evaluated on shapes alone until nothing new is f
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from sim_npu import pallas_adapter as adapter
 from sim_npu.arithmetic import SUPPORTED, Arithmetic
+from sim_npu.known import Known, found_by, settle
 from sim_npu.precision import Kind
 from sim_npu.sums import SumUses, sum_uses
-from sim_npu.values import Ref, RefState, Span, Value, container, is_float, joined_multiple, unwritten
+from sim_npu.values import Ref, Span, Value, container, is_float, unwritten
 
 Item = Value | Ref
 
@@ -180,17 +179,17 @@ class Evaluator:
         avals = [v.aval for v in parts.body.jaxpr.outvars]
         refs = _refs(items)
 
-        def step(known: _Known, carried: Any, scanned: Any) -> tuple[Any, Any, _Known, list[Kind]]:
+        def step(known: Known, carried: Any, scanned: Any) -> tuple[Any, Any, Known, list[Kind]]:
             twins, carry = known.inside(refs, carried)
             values = [*_replaced(consts, twins), *carry, *(Value(x, v.kind) for x, v in zip(scanned, xs))]
             out = [_value(v) for v in self.run(parts.body.jaxpr, parts.body.consts, values)]
             after, ys = out[: len(init)], out[len(init) :]
             arrays = [_held(v, a) for v, a in zip(out, avals)]
-            found = _Known.of(after, list(twins.values()))
+            found = Known.of(after, list(twins.values()))
             return (arrays[: len(init)], known.changed(twins)), arrays[len(init) :], found, [y.kind for y in ys]
 
         row = [jnp.zeros(jnp.shape(v.x)[1:], jnp.result_type(v.x)) for v in xs]
-        known = _settle(_Known.before(init, refs), refs, lambda k: step(k, k.outside(init, refs), row))
+        known = settle(Known.before(init, refs), refs, lambda k: step(k, k.outside(init, refs), row))
         kinds: list[Kind] = []
 
         def body(carried: Any, scanned: Any) -> tuple[Any, Any]:
@@ -207,24 +206,24 @@ class Evaluator:
         asked, held, init = items[:first], items[first : first + second], [_value(v) for v in items[first + second :]]
         refs = _refs(items)
 
-        def step(known: _Known, carried: Any) -> tuple[Any, _Known]:
+        def step(known: Known, carried: Any) -> tuple[Any, Known]:
             twins, carry = known.inside(refs, carried)
             out = [_value(v) for v in self.run(body.jaxpr, body.consts, [*_replaced(held, twins), *carry])]
             arrays = [_held(v, a.aval) for v, a in zip(out, body.jaxpr.outvars)]
-            return (arrays, known.changed(twins)), _Known.of(out, list(twins.values()))
+            return (arrays, known.changed(twins)), Known.of(out, list(twins.values()))
 
-        def goes_on(known: _Known, carried: Any) -> tuple[Any, _Known]:
+        def goes_on(known: Known, carried: Any) -> tuple[Any, Known]:
             twins, carry = known.inside(refs, carried)
             (out,) = self.run(condition.jaxpr, condition.consts, [*_replaced(asked, twins), *carry])
-            return _value(out).x, _Known.of(carry, list(twins.values()))
+            return _value(out).x, Known.of(carry, list(twins.values()))
 
-        def both(known: _Known) -> tuple[Any, Any, _Known]:
+        def both(known: Known) -> tuple[Any, Any, Known]:
             carried = known.outside(init, refs)
             again, seen = goes_on(known, carried)
             after, found = step(known, carried)
             return again, after, seen | found
 
-        known = _settle(_Known.before(init, refs), refs, both)
+        known = settle(Known.before(init, refs), refs, both)
         final = lax.while_loop(lambda c: goes_on(known, c)[0], lambda c: step(known, c)[0], known.outside(init, refs))
         return list(known.finish(refs, final))
 
@@ -234,13 +233,13 @@ class Evaluator:
         refs = _refs(operands)
         avals = [v.aval for v in eqn.outvars]
 
-        def branch(closed: Any, known: _Known, carried: Any) -> tuple[Any, _Known]:
+        def branch(closed: Any, known: Known, carried: Any) -> tuple[Any, Known]:
             twins, _ = known.inside(refs, carried)
             out = [_value(v) for v in self.run(closed.jaxpr, closed.consts, _replaced(operands, twins))]
             arrays = [_held(v, a) for v, a in zip(out, avals)]
-            return (arrays, known.changed(twins)), _Known.of(out, list(twins.values()))
+            return (arrays, known.changed(twins)), Known.of(out, list(twins.values()))
 
-        def every(known: _Known) -> tuple[Any, _Known]:
+        def every(known: Known) -> tuple[Any, Known]:
             carried = known.outside([], refs)
             outs = [branch(b, known, carried) for b in branches]
             found = outs[0][1]
@@ -249,9 +248,9 @@ class Evaluator:
             return [o[0] for o in outs], found
 
         # Kinds of Refs inside a branch are those before it; only slack and writes must be known first.
-        known = _Known.before([], refs)
+        known = Known.before([], refs)
         while True:
-            found = _found(every, known)
+            found = found_by(every, known)
             merged = known.with_memory(found)
             if merged == known:
                 break
@@ -261,91 +260,6 @@ class Evaluator:
         results, arrays = lax.switch(index.x, [lambda c, b=b: branch(b, known, c)[0] for b in branches], carried)
         found.finish_memory(refs, known.placed(refs, arrays))
         return [Value(x, k, m) for x, k, m in zip(results, found.kinds, found.multiples)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Known:
-    """What is known before a loop or branch is traced: of its carried values and of the Refs it sees."""
-
-    kinds: tuple[Kind, ...]
-    multiples: tuple[int, ...]
-    refs: tuple[RefState, ...]
-
-    @staticmethod
-    def of(values: Sequence[Value], refs: Sequence[Ref]) -> _Known:
-        return _Known(tuple(v.kind for v in values), tuple(v.multiple for v in values), tuple(r.state() for r in refs))
-
-    @staticmethod
-    def before(values: Sequence[Value], refs: Sequence[Ref]) -> _Known:
-        known = _Known.of(values, refs)
-        return dataclasses.replace(known, refs=tuple(dataclasses.replace(r, written=False) for r in known.refs))
-
-    def __or__(self, other: _Known) -> _Known:
-        return _Known(
-            tuple(a | b for a, b in zip(self.kinds, other.kinds)),
-            tuple(joined_multiple(a, b) for a, b in zip(self.multiples, other.multiples)),
-            tuple(a | b for a, b in zip(self.refs, other.refs)),
-        )
-
-    def with_memory(self, other: _Known) -> _Known:
-        """This with the slack and writes of another, kinds unchanged."""
-        merged = tuple(dataclasses.replace(a | b, kind=a.kind) for a, b in zip(self.refs, other.refs))
-        return dataclasses.replace(self, refs=merged)
-
-    def widen(self, refs: Sequence[Ref]) -> None:
-        for ref, state in zip(refs, self.refs):
-            ref.widen(state.slack)
-
-    def outside(self, values: Sequence[Value], refs: Sequence[Ref]) -> tuple[list[Any], list[Any]]:
-        """Arrays to start from: the values, then the Refs that are written."""
-        return [jnp.asarray(v.x) for v in values], [r.array for r, s in zip(refs, self.refs) if s.written]
-
-    def placed(self, refs: Sequence[Ref], arrays: Sequence[Any]) -> list[Any]:
-        """One array per Ref: a carried one where it is written."""
-        left = iter(arrays)
-        return [next(left) if s.written else r.array for r, s in zip(refs, self.refs)]
-
-    def inside(self, refs: Sequence[Ref], carried: Any) -> tuple[dict[int, Ref], list[Value]]:
-        """Twins of the Refs by identity, and the carried values."""
-        values, arrays = carried
-        placed = self.placed(refs, arrays)
-        fresh = [dataclasses.replace(s, written=False, slack=r.slack) for r, s in zip(refs, self.refs)]
-        twins = {id(r): r.copy(a, s) for r, a, s in zip(refs, placed, fresh)}
-        return twins, [Value(x, k, m) for x, k, m in zip(values, self.kinds, self.multiples)]
-
-    def changed(self, twins: dict[int, Ref]) -> list[Any]:
-        """Arrays of the Refs that are carried, after the body."""
-        return [t.array for t, s in zip(twins.values(), self.refs) if s.written]
-
-    def finish(self, refs: Sequence[Ref], final: Any) -> list[Value]:
-        """Put the carried arrays back; the carried values."""
-        values, arrays = final
-        self.finish_memory(refs, self.placed(refs, arrays))
-        return [Value(x, k, m) for x, k, m in zip(values, self.kinds, self.multiples)]
-
-    def finish_memory(self, refs: Sequence[Ref], arrays: Sequence[Any]) -> None:
-        for ref, state, array in zip(refs, self.refs, arrays):
-            ref.array, ref.kind, ref.written = array, state.kind, ref.written or state.written
-
-
-def _found(trace: Callable[[_Known], tuple[Any, ...]], known: _Known) -> _Known:
-    """What a trace on shapes alone finds."""
-    seen: list[_Known] = []
-
-    def shapes() -> int:
-        seen.extend(part for part in trace(known) if isinstance(part, _Known))
-        return 0
-
-    jax.eval_shape(shapes)
-    return seen[0]
-
-
-def _settle(known: _Known, refs: Sequence[Ref], trace: Callable[[_Known], tuple[Any, ...]]) -> _Known:
-    """What holds in every turn of a loop: traced until nothing new is found."""
-    while (merged := known | _found(trace, known)) != known:
-        known = merged
-        known.widen(refs)
-    return known
 
 
 def _refs(items: Sequence[Item]) -> list[Ref]:
