@@ -19,7 +19,7 @@ from sim_npu.plan import TilePlan, is_tunable
 from sim_npu.profiles import shipped_us
 from sim_npu.result import KernelResult, SimReport
 from sim_npu.schedule import Schedule, StepKind, schedule
-from sim_npu.timeline import CoreTimeline, Event, run_core
+from sim_npu.timeline import RECORDED, CoreTimeline, Event, run_core
 from sim_npu.translate import translate
 
 Kernel = Callable | TileProgram | Sequence[TileProgram]
@@ -134,7 +134,8 @@ def simulate_program(
         sched = with_explicit_copies(program, sched)
     moved = traffic(program, sched, chip, cache)
     setup = chip.setup_us * chip.clock_mhz
-    duty, timeline, events = (1.0, 1.0), None, []
+    duty: tuple[float, float] = (1.0, 1.0)
+    events: list[list[Event]] = []
     for _ in range(5):  # the copy rates depend on how busy the copy units are, and the reverse
         rates = core_rates(moved, sched.cores, duty, chip)
         events = [_events(program, k, b, rates, chip, ub) for k, b in zip(sched.kinds, bodies)]
@@ -144,7 +145,7 @@ def simulate_program(
         if max(abs(a - b) for a, b in zip(seen, duty)) < 0.01:
             break
         duty = 0.5 * (duty[0] + seen[0]), 0.5 * (duty[1] + seen[1])
-    assert timeline is not None
+    timeline = run_core(sched.codes, events, depth, scalar_step=chip.scalar_step, setup=setup, record=RECORDED)
     return _result(program, chip, plan, ub, sched, bodies, moved, timeline, _busy(sched, events))
 
 
@@ -179,6 +180,7 @@ def _result(
         instructions=int(_sum(c * b.instructions for c, b in zip(counts, bodies))),
         repeats=int(_sum(c * b.repeats for c, b in zip(counts, bodies))),
         cube_us=_sum(c * b.cube_flops for c, b in zip(counts, bodies)) * sched.cores / (chip.cube_tflops() * 1e6),
+        vec_head=chip.vec_head,
         bodies=tuple(bodies),
     )
 
