@@ -138,7 +138,7 @@ def simulate_program(
     events: list[list[Event]] = []
     for _ in range(5):  # the copy rates depend on how busy the copy units are, and the reverse
         rates = core_rates(moved, sched.cores, duty, chip)
-        events = [_events(program, k, b, rates, chip, ub) for k, b in zip(sched.kinds, bodies)]
+        events = [_events(program, k, b, rates, chip, ub, sched.cores) for k, b in zip(sched.kinds, bodies)]
         timeline = run_core(sched.codes, events, depth, scalar_step=chip.scalar_step, setup=setup)
         busy, active = _busy(sched, events), max(timeline.cycles - setup, 1.0)
         seen = busy["MTE2"] / active, busy["MTE3"] / active
@@ -191,7 +191,13 @@ def _sum(terms: Iterable) -> float:
 
 
 def _events(
-    program: TileProgram, kind: StepKind, body: BodyCost, rates: tuple[float, float], chip: ChipSpec, ub: UbMap
+    program: TileProgram,
+    kind: StepKind,
+    body: BodyCost,
+    rates: tuple[float, float],
+    chip: ChipSpec,
+    ub: UbMap,
+    cores: int,
 ) -> list[Event]:
     """What a step does, in program order: copies in, the body with its explicit copies, copies out."""
     read, write = rates
@@ -200,7 +206,7 @@ def _events(
         events.append(("in", t.queue, copy_cycles(t.bursts, t.bytes, chip.mte2_head, read, chip)))
     events += [("open", name) for name in kind.opens]
     if program.queues:
-        events += explicit_events(program, program.body, kind.choose, rates, chip, ub)
+        events += explicit_events(program, program.body, kind.choose, rates, chip, ub, cores)
     else:
         events.append(("vec", body.vector + body.loops))
     events += [("free", name) for name in kind.closes]
