@@ -21,10 +21,12 @@ def explicit_events(
     rates: tuple[float, float],
     chip: ChipSpec,
     ub: UbMap,
+    cores: int,
 ) -> list[Event]:
     """Events of a body in program order; vector work between two copies is one block of V.
 
     A tile copied in is given back after the vector work that follows, one copied out when its copy ends.
+    Cores that add atomically into one array take turns per 512 B region: with fewer regions than cores they queue.
     """
     events: list[Event] = []
     out_queues = {q.name for q in program.queues if q.role == "out"}
@@ -53,15 +55,17 @@ def explicit_events(
                 events.append(("in", stmt.queue, copy_cycles(stmt.bursts, size, chip.mte2_head, rates[0], chip)))
                 held.append(stmt.queue)
             else:
-                rate = rates[1] * (chip.atomic_factor if stmt.atomic else 1.0)
-                events.append(("out", stmt.queue, copy_cycles(stmt.bursts, size, chip.mte3_head, rate, chip)))
+                cycles = copy_cycles(stmt.bursts, size, chip.mte3_head, rates[1], chip)
+                if stmt.atomic:
+                    cycles *= max(1.0, cores / max(1.0, size / 512)) / chip.atomic_factor
+                events.append(("out", stmt.queue, cycles))
                 opened.discard(stmt.queue)
         elif isinstance(stmt, CrossCore):
             flush()
             events.append(("sync", sync_cycles(chip)))
         elif isinstance(stmt, Loop) and any(isinstance(s, (Copy, CrossCore)) for s in walk(stmt.body)):
             flush()
-            events += explicit_events(program, stmt.body, choose, rates, chip, ub) * stmt.count
+            events += explicit_events(program, stmt.body, choose, rates, chip, ub, cores) * stmt.count
         else:
             pending.append(stmt)
     flush()

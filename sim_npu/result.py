@@ -26,6 +26,7 @@ class KernelResult:
       vector_us, repeats_us, conflict_us: V without bank conflicts, the part doing repeats, lost to bank conflicts.
       instructions, repeats: of V.
       cube_us: matrix products inside the kernel, all cores.
+      vec_head: cycles per vector instruction.
       bodies: cost of each kind of step.
     """
 
@@ -45,6 +46,7 @@ class KernelResult:
     instructions: int
     repeats: int
     cube_us: float
+    vec_head: float
     bodies: tuple[BodyCost, ...]
 
     @property

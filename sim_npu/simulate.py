@@ -19,7 +19,7 @@ from sim_npu.plan import TilePlan, is_tunable
 from sim_npu.profiles import shipped_us
 from sim_npu.result import KernelResult, SimReport
 from sim_npu.schedule import Schedule, StepKind, schedule
-from sim_npu.timeline import CoreTimeline, Event, run_core
+from sim_npu.timeline import RECORDED, CoreTimeline, Event, run_core
 from sim_npu.translate import translate
 
 Kernel = Callable | TileProgram | Sequence[TileProgram]
@@ -134,17 +134,18 @@ def simulate_program(
         sched = with_explicit_copies(program, sched)
     moved = traffic(program, sched, chip, cache)
     setup = chip.setup_us * chip.clock_mhz
-    duty, timeline, events = (1.0, 1.0), None, []
+    duty: tuple[float, float] = (1.0, 1.0)
+    events: list[list[Event]] = []
     for _ in range(5):  # the copy rates depend on how busy the copy units are, and the reverse
         rates = core_rates(moved, sched.cores, duty, chip)
-        events = [_events(program, k, b, rates, chip, ub) for k, b in zip(sched.kinds, bodies)]
+        events = [_events(program, k, b, rates, chip, ub, sched.cores) for k, b in zip(sched.kinds, bodies)]
         timeline = run_core(sched.codes, events, depth, scalar_step=chip.scalar_step, setup=setup)
         busy, active = _busy(sched, events), max(timeline.cycles - setup, 1.0)
         seen = busy["MTE2"] / active, busy["MTE3"] / active
         if max(abs(a - b) for a, b in zip(seen, duty)) < 0.01:
             break
         duty = 0.5 * (duty[0] + seen[0]), 0.5 * (duty[1] + seen[1])
-    assert timeline is not None
+    timeline = run_core(sched.codes, events, depth, scalar_step=chip.scalar_step, setup=setup, record=RECORDED)
     return _result(program, chip, plan, ub, sched, bodies, moved, timeline, _busy(sched, events))
 
 
@@ -179,6 +180,7 @@ def _result(
         instructions=int(_sum(c * b.instructions for c, b in zip(counts, bodies))),
         repeats=int(_sum(c * b.repeats for c, b in zip(counts, bodies))),
         cube_us=_sum(c * b.cube_flops for c, b in zip(counts, bodies)) * sched.cores / (chip.cube_tflops() * 1e6),
+        vec_head=chip.vec_head,
         bodies=tuple(bodies),
     )
 
@@ -189,7 +191,13 @@ def _sum(terms: Iterable) -> float:
 
 
 def _events(
-    program: TileProgram, kind: StepKind, body: BodyCost, rates: tuple[float, float], chip: ChipSpec, ub: UbMap
+    program: TileProgram,
+    kind: StepKind,
+    body: BodyCost,
+    rates: tuple[float, float],
+    chip: ChipSpec,
+    ub: UbMap,
+    cores: int,
 ) -> list[Event]:
     """What a step does, in program order: copies in, the body with its explicit copies, copies out."""
     read, write = rates
@@ -198,7 +206,7 @@ def _events(
         events.append(("in", t.queue, copy_cycles(t.bursts, t.bytes, chip.mte2_head, read, chip)))
     events += [("open", name) for name in kind.opens]
     if program.queues:
-        events += explicit_events(program, program.body, kind.choose, rates, chip, ub)
+        events += explicit_events(program, program.body, kind.choose, rates, chip, ub, cores)
     else:
         events.append(("vec", body.vector + body.loops))
     events += [("free", name) for name in kind.closes]

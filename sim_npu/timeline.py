@@ -21,7 +21,7 @@ Event = tuple
 """`("in" | "out", queue, cycles)`, `("open" | "free", queue)`, `("vec" | "sync", cycles)`."""
 
 PERIODS = (1, 2, 3, 4)
-RECORDED = 600  # intervals kept for pictures and traces
+RECORDED = 400  # intervals kept for pictures and traces, where they are asked for
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class _Core:
 
     depth: dict[str, int]
     scalar_step: float
+    keep: int = 0
     s: float = 0.0
     v_before: float = 0.0
     mte2: float = 0.0
@@ -69,7 +70,7 @@ class _Core:
         return self.free[queue]
 
     def record(self, unit: str, name: str, start: float, end: float) -> None:
-        if len(self.log) < RECORDED and end > start:
+        if len(self.log) < self.keep and end > start:
             self.log.append(Interval(unit, name, start, end, self.step_no))
 
     def run(self, events: Sequence[Event]) -> None:
@@ -144,7 +145,7 @@ def _repeat(core: _Core, count: int, once: Callable[[], None], steps: int) -> No
         done += 1
         now = core.state()
         for period in PERIODS:
-            if len(history) < 2 * period or done == count:
+            if len(history) < 2 * period or done == count or len(core.log) < core.keep:
                 continue
             delta = now - history[-period] if history[-period].shape == now.shape else None
             before = history[-period] - history[-2 * period] if history[-2 * period].shape == now.shape else None
@@ -177,6 +178,7 @@ def run_core(
     *,
     scalar_step: float = 0.0,
     setup: float = 0.0,
+    record: int = 0,
 ) -> CoreTimeline:
     """Time of one core.
 
@@ -186,13 +188,14 @@ def run_core(
       depth: buffers per queue (1 where missing).
       scalar_step: scalar cycles to issue a step.
       setup: scalar cycles before the first.
+      record: intervals to keep; no step is skipped until they are.
 
     >>> step = [("in", "x", 100.0), ("open", "y"), ("vec", 60.0), ("free", "x"), ("out", "y", 50.0)]
     >>> one, two = (run_core(np.zeros((1, 1000), int), [step], {"x": d, "y": d}).cycles for d in (1, 2))
     >>> one, two
     (160050.0, 100110.0)
     """
-    core = _Core(depth, scalar_step)
+    core = _Core(depth, scalar_step, record)
     core.record("S", "set-up", 0.0, setup)
     core.s = setup
     # Positions with the same sequence of kinds are one kind of position.
