@@ -77,6 +77,8 @@ class Arithmetic:
         for v in values[1:] if name == "select_n" else values:
             kind |= v.kind
         aval = eqn.outvars[0].aval
+        if name in ("add", "sub") and kind == Kind.INPUT:
+            feeds_sum = False  # a sum of inputs is a row, rounded like one; only what is made of it may stay wide
         format = self.format_for(aval.dtype, kind, feeds_sum)
         xs = [v.x for v in values]
         if name in CASTING:

@@ -52,7 +52,7 @@ class PrecisionPolicy:
       cast: rounding of narrowing casts written in the kernel, and of results in a format without arithmetic of its
         own (all but fp16 and fp32). fp16 and fp32 arithmetic rounds half to even.
       overflow: "inf", "saturate" or "nan", as in `round_to`.
-      wide_statistics: values that only feed sums (squares, say) are kept in `accumulator`.
+      wide_statistics: values that only feed sums (squares, say) are kept in `accumulator`, except sums of inputs.
       widen_bf16: input values of bf16 data stay float32; rounding to bf16 starts with the first normalised value.
       scale_before_sum: a sum that is at once divided by a constant n is taken over values times 1/n.
       int8_chain: a cast to int8 is rint to int32, then fp16, then trunc.

@@ -146,6 +146,20 @@ def test_ascend_a2_fp16_rounds_the_sum_and_both_products(rows):
     same_bits(y, (wide * rstd).astype(np.float16) * g)
 
 
+def test_ascend_a2_fp16_rounds_a_sum_of_inputs_even_where_it_only_feeds_statistics(rows):
+    def body(a_ref, b_ref, s_ref):
+        x = a_ref[...].astype(jnp.float32) + b_ref[...].astype(jnp.float32)
+        s_ref[...] = jnp.sum(x * x, axis=1, keepdims=True)
+
+    squares = kernel(body, lambda a, b: jax.ShapeDtypeStruct((a.shape[0], 1), jnp.float32))
+    a, b = rows[0], rows[0][::-1].copy()
+
+    got = emulate(squares, a, b, precision="ascend_a2")
+
+    wide = (a + b).astype(np.float32)
+    same_bits(got, halving(wide * wide))
+
+
 def test_ascend_a2_bf16_takes_statistics_from_the_unrounded_sum(rows):
     a, g = (r.astype(np.float32).astype(BF16) for r in rows)
     b = a[::-1].copy() * BF16(1.1)
