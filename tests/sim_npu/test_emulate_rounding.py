@@ -121,6 +121,28 @@ def test_fp32_rounds_every_operation_once(rows, order):
     same_bits(got, x * rstd * g)
 
 
+@pytest.mark.parametrize(
+    "formula",
+    [
+        lambda x, y: x * y + x,  # contracted by XLA
+        lambda x, y: x - y * y,
+        lambda x, y: (x + np.float32(1e3)) - np.float32(1e3) + np.float32(0.1),  # constants merged on JAX 0.10
+        lambda x, y: x * np.float32(1.1) * np.float32(1.3),
+        lambda x, y: x / np.float32(3000),
+        lambda x, y: x / y[:, :1],
+    ],
+)
+def test_fp32_keeps_every_rounding_that_xla_would_merge(formula):
+    def body(x_ref, y_ref, z_ref):
+        z_ref[...] = formula(x_ref[...], y_ref[...])
+
+    x, y = np.random.default_rng(5).standard_normal((2, 8, 4096)).astype(np.float32)
+
+    got = emulate(kernel(body, lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype)), x, y, precision="fp32")
+
+    same_bits(got, formula(x, y))
+
+
 @pytest.mark.parametrize("dtype, preset", [(np.float16, "fp16_fp32acc"), (BF16, "bf16_fp32acc")])
 def test_narrow_rows_with_float32_sums_keep_statistics_wide(rows, dtype, preset):
     x, g = (a.astype(np.float32).astype(dtype) for a in rows)
