@@ -6,6 +6,10 @@ The functions are here; Flax layers are in `normlib.linen` and `normlib.nnx`.
 from normlib.batch import BatchNormOutput as BatchNormOutput
 from normlib.batch import batch_norm as batch_norm
 from normlib.batch import batch_norm_inference as batch_norm_inference
+from normlib.domains import domain_batch_stats as domain_batch_stats
+from normlib.domains import mix_batch_stats as mix_batch_stats
+from normlib.domains import put_domain as put_domain
+from normlib.domains import take_domain as take_domain
 from normlib.engine import Normalized as Normalized
 from normlib.engine import affine as affine
 from normlib.engine import normalize as normalize
@@ -15,8 +19,15 @@ from normlib.layer import layer_norm as layer_norm
 from normlib.moments import Moments as Moments
 from normlib.moments import welford_scan as welford_scan
 from normlib.passes import use_backend as use_backend
+from normlib.population import adapt_batch_stats as adapt_batch_stats
+from normlib.population import batch_moments as batch_moments
+from normlib.population import commit_moments as commit_moments
+from normlib.population import merge_devices as merge_devices
+from normlib.population import merge_moments as merge_moments
+from normlib.population import precise_batch_stats as precise_batch_stats
 from normlib.precision import recommended_eps as recommended_eps
 from normlib.rms import rms_norm as rms_norm
+from normlib.running import running_weight as running_weight
 from normlib.running import update_running as update_running
 from normlib.scope import Scope as Scope
 
