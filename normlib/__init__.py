@@ -15,6 +15,11 @@ from normlib.engine import affine as affine
 from normlib.engine import normalize as normalize
 from normlib.group import group_norm as group_norm
 from normlib.group import instance_norm as instance_norm
+from normlib.interop import TorchLayer as TorchLayer
+from normlib.interop import convert_batch_norm as convert_batch_norm
+from normlib.interop import from_torch as from_torch
+from normlib.interop import layer_arguments as layer_arguments
+from normlib.interop import to_torch as to_torch
 from normlib.layer import layer_norm as layer_norm
 from normlib.moments import Moments as Moments
 from normlib.moments import welford_scan as welford_scan

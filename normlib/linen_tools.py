@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 from flax import linen as nn
@@ -65,6 +66,10 @@ def _both(old: Moments | None, new: Moments) -> Moments:
     return new if old is None else old.merge(new)
 
 
+# of every class made by a conversion, the class it came from and the changes, so that another one adds to them
+CONVERSIONS: weakref.WeakKeyDictionary[type, tuple[type, dict[str, Any]]] = weakref.WeakKeyDictionary()
+
+
 class _Converted(linen.BatchNorm):
     """A batch norm that stands in for another: not converted again."""
 
@@ -95,6 +100,8 @@ def convert_batch_norm(module: nn.Module, **changes: Any) -> nn.Module:
     (4, 2)
     """
     check_changes(linen.BatchNorm.__dataclass_fields__, changes)
+    kind, earlier = CONVERSIONS.get(type(module), (type(module), {}))
+    changes = {**earlier, **changes}
 
     def replace(call, args, kwargs, context):
         old = context.module
@@ -112,9 +119,9 @@ def convert_batch_norm(module: nn.Module, **changes: Any) -> nn.Module:
 
         return method
 
-    kind = type(module)
     methods = {name: active(name) for name in ("init", "init_with_output", "apply")}
     converted = type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__, "__doc__": kind.__doc__})
+    CONVERSIONS[converted] = kind, changes
     return converted(**_arguments(module))
 
 
