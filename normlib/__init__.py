@@ -13,6 +13,17 @@ from normlib.domains import take_domain as take_domain
 from normlib.engine import Normalized as Normalized
 from normlib.engine import affine as affine
 from normlib.engine import normalize as normalize
+from normlib.fold_network import FoldedNetwork as FoldedNetwork
+from normlib.fold_network import FoldPair as FoldPair
+from normlib.fold_network import fold as fold
+from normlib.folding import Folded as Folded
+from normlib.folding import FoldedAffine as FoldedAffine
+from normlib.folding import fold_affine as fold_affine
+from normlib.folding import fold_batch_norm_conv as fold_batch_norm_conv
+from normlib.folding import fold_batch_norm_dense as fold_batch_norm_dense
+from normlib.folding import fold_conv_batch_norm as fold_conv_batch_norm
+from normlib.folding import fold_dense_batch_norm as fold_dense_batch_norm
+from normlib.folding import fold_rms_norm_dense as fold_rms_norm_dense
 from normlib.group import group_norm as group_norm
 from normlib.group import instance_norm as instance_norm
 from normlib.interop import TorchLayer as TorchLayer
