@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from normlib import batch, group, layer, rms
 from normlib.precision import wide_dtype
-from normlib.running import update_running
+from normlib.running import running_weight, update_running
 
 Axes = int | Sequence[int]
 
@@ -265,6 +265,8 @@ def check_batch_norm(settings: Any) -> None:
             f"`zero_debias` corrects a moving average with a momentum below 1; got momentum={momentum}. "
             "Leave it off: a cumulative average (momentum=None) has no such bias."
         )
+    if settings.frozen not in (False, True, "statistics"):
+        raise ValueError(f"`frozen` must be False, True or 'statistics'; got {settings.frozen!r}.")
     if settings.frozen and not settings.track_running_stats:
         raise ValueError("`frozen` uses running statistics, which `track_running_stats=False` does without.")
 
@@ -301,7 +303,7 @@ def batch_norm(
     """
     features = sorted_axes(settings.axis, x.ndim, "axis")
     shape = tuple(x.shape[axis] for axis in features)
-    if settings.frozen:
+    if settings.frozen is True:
         scale, bias, running = jax.tree.map(jax.lax.stop_gradient, (scale, bias, running))
     x, out = _typed(settings, x, scale, bias)
     scale, bias = (p if p is None else _fitted(p, n, shape, x) for p, n in ((scale, "scale"), (bias, "bias")))
@@ -353,22 +355,10 @@ def _updated(settings: Any, running: Running, moments: Any, shape: tuple[int, ..
     batches = running.num_batches
     if batches is not None:
         batches = batches + counted.astype(batches.dtype)
-        weight = _weight(settings.momentum, batches)  # not as a momentum: 1 - weight would round it away
+        weight = running_weight(batches, settings.momentum)  # not as a momentum: 1 - weight would round it away
         new = [a + weight * (b - a) for a, b in zip(old, new, strict=True)]
     new = [jnp.where(counted, b, a) for a, b in zip(old, new, strict=True)]
     return Running(_stored(new[0], running.mean), _stored(new[1], running.var), batches)
-
-
-def _weight(momentum: float | None, batches: Array) -> Array:
-    """Weight of the newest of `batches` batches (at least one): 1/t, or that of a zero-debiased moving average.
-
-    The debiased average h / (1 - m**t), h the plain moving average from zero, obeys a recurrence of its own with
-    weight (1 - m) / (1 - m**t), so `mean` and `var` hold it directly and evaluation needs no correction.
-    """
-    t = jnp.maximum(batches, 1).astype(jnp.float32)
-    if momentum is None:
-        return 1 / t
-    return (1 - momentum) / -jnp.expm1(t * jnp.log(jnp.float32(momentum)))
 
 
 def _stored(value: Array, like: Array) -> Array:
