@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
 from normlib._row import RowNormOutput, row_norm
+from normlib.quantize import DualQuantized, Quantized
 
 
 def layer_norm(
@@ -27,7 +28,9 @@ def layer_norm(
     return_moments: bool = False,
     backend: str | None = None,
     out_dtype: DTypeLike | None = None,
-) -> Array | RowNormOutput:
+    quant=None,
+    norm_round_first: bool = False,
+) -> Array | Quantized | DualQuantized | RowNormOutput:
     """Normalise every row by its own mean and variance over `axis`.
 
         y = (x - mean) / sqrt(var + eps) * (scale + scale_offset) + bias
@@ -49,13 +52,17 @@ def layer_norm(
       return_moments: return `RowNormOutput(y, moments)` instead of y.
       backend: which pass runs it; None for the one of `normlib.use_backend`.
       out_dtype: dtype of y, rounded once from float32; x's where None.
+      quant: quantise y: a `normlib.Static`, `Dual`, `Dynamic`, `Asymmetric`, `MX` or `StraightThrough`. Its scales are
+        per tensor or of `scale`'s shape; its rows are those that are normalised.
+      norm_round_first: round y to x's dtype before quantising; False quantises the float32 value.
 
     Returns:
-      y in x's shape and dtype (float32 for integers) or `out_dtype`, rounded once.
+      y in x's shape and dtype (float32 for integers) or `out_dtype`, rounded once. With `quant` its codes
+      with their scale, as `Quantized(y, scale, zero_point)` or `DualQuantized`.
 
     Raises:
       ValueError: for shapes, axes or groups that do not fit, or eps < 0.
-      TypeError: for a mask that is not boolean.
+      TypeError: for a mask that is not boolean, or a `quant` that is none of the kinds.
       NameError: if `axis_name` is not bound here.
 
     Source: Ba, Kiros and Hinton 2016.
@@ -66,6 +73,7 @@ def layer_norm(
     out = row_norm(
         x, scale, bias, axis=axis, eps=eps, centered=True, where=where, scale_offset=scale_offset, axis_name=axis_name,
         axis_index_groups=axis_index_groups, method=method, rule=rule, rescale=rescale,
-        batch_invariant=batch_invariant, backend=backend, out_dtype=out_dtype,
+        batch_invariant=batch_invariant, backend=backend, out_dtype=out_dtype, quant=quant,
+        norm_round_first=norm_round_first,
     )  # fmt: skip
     return out if return_moments else out.y
