@@ -31,13 +31,13 @@ class RowNormOutput(NamedTuple):
 
 def row_norm(
     x, scale, bias, *, axis, eps, centered, where, scale_offset, axis_name, axis_index_groups, method, rule, rescale,
-    batch_invariant, backend, quant=None, norm_round_first=False,
+    batch_invariant, backend, out_dtype=None, quant=None, norm_round_first=False,
 ) -> RowNormOutput:  # fmt: skip
     """Normalise over `axis`; shapes and errors as `normlib.layer.layer_norm`."""
     x = check.array(x)
     axes = check.axes(axis, x.ndim)
     where = check.mask(where, x)
-    dtype = output_dtype(x.dtype)
+    dtype = output_dtype(x.dtype) if out_dtype is None else jnp.dtype(out_dtype)
     scope = Scope(names=check.names(axis_name), groups=check.groups(axis_index_groups), method=method)
     out = normalize(
         x, check.parameter(scale, "scale", x, axes), check.parameter(bias, "bias", x, axes), axes=axes,

@@ -39,7 +39,7 @@ def _reverse_fwd(config, *primals):
 def _reverse_bwd(config, residuals, cotangents):
     x, scale, bias, where, own, total, rstd = residuals
     dy, d_own, d_total = cotangents
-    dy = jnp.zeros(dy.aval.shape, dy.aval.dtype) if isinstance(dy, SymbolicZero) else dy
+    dy = jnp.zeros(x.shape, config.out_dtype or x.dtype) if isinstance(dy, SymbolicZero) else dy
     scope = config.scope
     mean, low, rstd_c = by_channel(config, x, own, rstd)
     weight = effective(scale, config.scale_offset)

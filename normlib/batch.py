@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
@@ -51,6 +52,7 @@ def batch_norm(
     rule: str = "reverse",
     rescale: bool = False,
     backend: str | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> BatchNormOutput:
     """Normalise every channel by its mean and variance over all other axes, and over devices.
 
@@ -80,6 +82,7 @@ def batch_norm(
       rule: "reverse", "both" or "autodiff"; see `normlib.engine.normalize`.
       rescale: protect float32 from overflow of squares above 1e19, at the price of another pass.
       backend: which pass runs it; None for the one of `normlib.use_backend`.
+      out_dtype: dtype of y, rounded once from float32; x's where None.
 
     Returns:
       `BatchNormOutput(y, moments)`. The variance that normalises is biased (divided by n). Update running statistics
@@ -122,7 +125,7 @@ def batch_norm(
         arrays, reduced = _split_rows(arrays, splits, virtual_batch_size), tuple(a + 1 for a in reduced)
     out = normalize(
         arrays[0], arrays[1], arrays[2], axes=reduced, eps=eps, where=arrays[3], scale_offset=scale_offset,
-        scope=scope, shift=arrays[4], rule=rule, rescale=rescale, backend=backend,
+        scope=scope, shift=arrays[4], rule=rule, rescale=rescale, backend=backend, out_dtype=out_dtype,
     )  # fmt: skip
     y = out.y.reshape(-1, *x.shape[1:])[: x.shape[0]] if splits > 1 else out.y
     moments = out.total if running == "merged" or not scope.has_total else scope.group_mean(out.moments)
@@ -140,6 +143,7 @@ def batch_norm_inference(
     axis: check.Axes = -1,
     eps: float = 1e-5,
     scale_offset: float = 0.0,
+    out_dtype: DTypeLike | None = None,
     quant=None,
     norm_round_first: bool = False,
 ) -> Any:
@@ -156,13 +160,15 @@ def batch_norm_inference(
       axis: channel axis or axes.
       eps: added to the variance inside the root, in units of x squared.
       scale_offset: added to `scale` in float32.
+      out_dtype: dtype of y, rounded once from float32; x's where None.
       quant: quantise y: a `normlib.Static`, `Dual`, `Dynamic`, `Asymmetric`, `MX` or `StraightThrough`. Its scales are
         per tensor or per channel; a row with a dynamic scale is the channels of one position. Quantised x: give
         `normlib.dequantize` of it.
       norm_round_first: round y to x's dtype before quantising; False quantises the float32 value.
 
     Returns:
-      The array y in x's shape and dtype, rounded once. Its gradient is dx = dy * a; all five arrays get gradients.
+      The array y in x's shape and dtype (or `out_dtype`), rounded once. Its gradient is dx = dy * a; all five arrays
+      get one.
       With `quant` its codes with their scale, as `Quantized(y, scale, zero_point)` or `DualQuantized`.
 
     Raises:
@@ -185,9 +191,10 @@ def batch_norm_inference(
     rstd = reciprocal_root(spread.astype(dtype) + jnp.asarray(eps, dtype))
     x = x.astype(output_dtype(x.dtype))
     parameters = folded(rstd, effective(scale, scale_offset), wide_or_none(bias))
-    out_dtype = quantize.out_dtype(quant, x.dtype)
-    y = xla.apply(x, wide(centre), jnp.zeros_like(wide(centre)), *parameters, dtype=out_dtype)
-    return quantize.finish(y, quant, x.dtype, axes=channels, norm_round_first=norm_round_first)
+    dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
+    given = quantize.out_dtype(quant, dtype)
+    y = xla.apply(x, wide(centre), jnp.zeros_like(wide(centre)), *parameters, dtype=given)
+    return quantize.finish(y, quant, dtype, axes=channels, norm_round_first=norm_round_first)
 
 
 def _scope(x, channels, names, groups, virtual, ragged, method) -> tuple[Scope, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
@@ -29,6 +30,7 @@ def group_norm(
     rule: str = "reverse",
     rescale: bool = False,
     backend: str | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> Array:
     """Normalise every group of neighbouring channels of every sample by its mean and variance.
 
@@ -51,9 +53,10 @@ def group_norm(
       rule: "reverse", "both" or "autodiff"; see `normlib.engine.normalize`.
       rescale: protect float32 from overflow of squares above 1e19, at the price of another pass.
       backend: which pass runs it; None for the one of `normlib.use_backend`.
+      out_dtype: dtype of y, rounded once from float32; x's where None.
 
     Returns:
-      y in x's shape and dtype (float32 for integers), rounded once.
+      y in x's shape and dtype (float32 for integers) or `out_dtype`, rounded once.
 
     Raises:
       ValueError: if C is not a multiple of `num_groups`, for shapes or axes that do not fit, or eps < 0.
@@ -81,7 +84,7 @@ def group_norm(
     return _per_sample(
         x, scale, bias, (channel,), tuple(a for a in reduced if a != channel), channels // num_groups,
         {"channels": num_groups, "channel_axis": channel}, eps, where, scale_offset, axis_name, axis_index_groups,
-        method, on_single, rule, rescale, backend, "group_norm",
+        method, on_single, rule, rescale, backend, out_dtype, "group_norm",
     )  # fmt: skip
 
 
@@ -101,6 +104,7 @@ def instance_norm(
     rule: str = "reverse",
     rescale: bool = False,
     backend: str | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> Array:
     """Normalise every channel of every sample by its mean and variance over the remaining axes.
 
@@ -122,9 +126,10 @@ def instance_norm(
       rule: "reverse", "both" or "autodiff"; see `normlib.engine.normalize`.
       rescale: protect float32 from overflow of squares above 1e19, at the price of another pass.
       backend: which pass runs it; None for the one of `normlib.use_backend`.
+      out_dtype: dtype of y, rounded once from float32; x's where None.
 
     Returns:
-      y in x's shape and dtype (float32 for integers), rounded once.
+      y in x's shape and dtype (float32 for integers) or `out_dtype`, rounded once.
 
     Raises:
       ValueError: for shapes or axes that do not fit, one entry per instance, or eps < 0.
@@ -141,13 +146,13 @@ def instance_norm(
     reduced = tuple(a for a in range(1, x.ndim) if a not in channels)
     return _per_sample(
         x, scale, bias, channels, reduced, 1, {}, eps, where, scale_offset, axis_name, axis_index_groups, method,
-        on_single, rule, rescale, backend, "instance_norm",
+        on_single, rule, rescale, backend, out_dtype, "instance_norm",
     )  # fmt: skip
 
 
 def _per_sample(
     x, scale, bias, channels, reduced, per_group, grouping, eps, where, scale_offset, axis_name, axis_index_groups,
-    method, on_single, rule, rescale, backend, operator,
+    method, on_single, rule, rescale, backend, out_dtype, operator,
 ):  # fmt: skip
     names = check.names(axis_name)
     scope = Scope(names=names, groups=check.groups(axis_index_groups), method=method, **grouping)
@@ -159,5 +164,5 @@ def _per_sample(
     return normalize(
         x, check.parameter(scale, "scale", x, channels), check.parameter(bias, "bias", x, channels), axes=reduced,
         eps=check.epsilon(eps), where=where, scale_offset=scale_offset, scope=scope, rule=rule, rescale=rescale,
-        backend=backend,
+        backend=backend, out_dtype=out_dtype,
     ).y  # fmt: skip

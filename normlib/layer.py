@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
@@ -26,6 +27,7 @@ def layer_norm(
     batch_invariant: bool = False,
     return_moments: bool = False,
     backend: str | None = None,
+    out_dtype: DTypeLike | None = None,
     quant=None,
     norm_round_first: bool = False,
 ) -> Array | Quantized | DualQuantized | RowNormOutput:
@@ -49,13 +51,14 @@ def layer_norm(
       batch_invariant: y of a row does not change by a bit with the number of rows beside it.
       return_moments: return `RowNormOutput(y, moments)` instead of y.
       backend: which pass runs it; None for the one of `normlib.use_backend`.
+      out_dtype: dtype of y, rounded once from float32; x's where None.
       quant: quantise y: a `normlib.Static`, `Dual`, `Dynamic`, `Asymmetric`, `MX` or `StraightThrough`. Its scales are
         per tensor or of `scale`'s shape; its rows are those that are normalised.
       norm_round_first: round y to x's dtype before quantising; False quantises the float32 value.
 
     Returns:
-      y in x's shape and dtype (float32 for integers), rounded once. With `quant` its codes with their scale, as
-      `Quantized(y, scale, zero_point)` or `DualQuantized`.
+      y in x's shape and dtype (float32 for integers) or `out_dtype`, rounded once. With `quant` its codes
+      with their scale, as `Quantized(y, scale, zero_point)` or `DualQuantized`.
 
     Raises:
       ValueError: for shapes, axes or groups that do not fit, or eps < 0.
@@ -70,6 +73,7 @@ def layer_norm(
     out = row_norm(
         x, scale, bias, axis=axis, eps=eps, centered=True, where=where, scale_offset=scale_offset, axis_name=axis_name,
         axis_index_groups=axis_index_groups, method=method, rule=rule, rescale=rescale,
-        batch_invariant=batch_invariant, backend=backend, quant=quant, norm_round_first=norm_round_first,
+        batch_invariant=batch_invariant, backend=backend, out_dtype=out_dtype, quant=quant,
+        norm_round_first=norm_round_first,
     )  # fmt: skip
     return out if return_moments else out.y

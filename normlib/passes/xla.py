@@ -44,6 +44,7 @@ def centred(x: Array, mean: Array | None, low: Array | None) -> Array:
 def _sum(t: Array, axes: tuple[int, ...], batch_invariant: bool) -> Array:
     if not batch_invariant or not axes:
         return jnp.sum(t, axes, keepdims=True)
+    (t,) = own_copy(t)  # or the first stage may be fused with what made t, by some numbers of rows
     return functools.reduce(_sum_by_halving, axes, t)
 
 
@@ -84,7 +85,7 @@ def moments(x, *, axes, where, batch_invariant=False):
     return Moments(*about(pilot, count, s1, s2))
 
 
-def apply(x, mean, low, rstd, scale, bias, *, where=None, dtype=None):
+def apply(x, mean, low, rstd, scale, bias, *, where=None, dtype=None, batch_invariant=False):
     """See `normlib.passes.Pass.apply`; x of any shape.
 
     Here and below a mask selects before the products and not only after: the derivative of a selected product is
@@ -98,7 +99,9 @@ def apply(x, mean, low, rstd, scale, bias, *, where=None, dtype=None):
         xc = jnp.where(usable & (rstd != 0), given, 0)
     y = xc * rstd
     y = y if scale is None else y * scale
-    y = y if bias is None else y + bias
+    if bias is not None:
+        # contracted to a fused multiply-add for some numbers of rows and not for others (jax 0.12), unless kept apart
+        y = (own_copy(y)[0] if batch_invariant else y) + bias
     y = y if where is None else jnp.where(usable, y, given)
     return y.astype(dtype)
 
