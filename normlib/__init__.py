@@ -9,6 +9,16 @@ from normlib.batch import batch_norm_inference as batch_norm_inference
 from normlib.engine import Normalized as Normalized
 from normlib.engine import affine as affine
 from normlib.engine import normalize as normalize
+from normlib.fused import AddNormCastOutput as AddNormCastOutput
+from normlib.fused import AddNormOutput as AddNormOutput
+from normlib.fused import ConvBatchNormOutput as ConvBatchNormOutput
+from normlib.fused import add_layer_norm as add_layer_norm
+from normlib.fused import add_rms_norm as add_rms_norm
+from normlib.fused import add_rms_norm_cast as add_rms_norm_cast
+from normlib.fused import conv_batch_norm_relu as conv_batch_norm_relu
+from normlib.fused import deep_norm as deep_norm
+from normlib.fused import group_norm_silu as group_norm_silu
+from normlib.fused import multi_add_rms_norm as multi_add_rms_norm
 from normlib.group import group_norm as group_norm
 from normlib.group import instance_norm as instance_norm
 from normlib.layer import layer_norm as layer_norm

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
+from normlib._per_sample import checked_mask, grouped, instances
 from normlib.engine import normalize
-from normlib.scope import Scope, axis_size
 
 
 def group_norm(
@@ -66,23 +64,10 @@ def group_norm(
     [[-1.0, 1.0, -1.0, 1.0]]
     """
     x = check.array(x)
-    (channel,) = check.axes(axis, x.ndim)
-    reduced = (
-        tuple(range(1, x.ndim)) if reduction_axes is None else check.axes(reduction_axes, x.ndim, "reduction_axes")
-    )
-    if channel not in reduced:
-        raise ValueError(
-            f"`reduction_axes` {reduced} must contain the channel axis {channel} of x, shape {x.shape}"
-            + ("; give them when the channels are axis 0." if reduction_axes is None else ".")
-        )
-    channels = x.shape[channel]
-    if not isinstance(num_groups, int) or num_groups < 1 or channels % num_groups:
-        raise ValueError(f"`num_groups` must divide the {channels} channels of x (axis {channel}); got {num_groups}.")
-    return _per_sample(
-        x, scale, bias, (channel,), tuple(a for a in reduced if a != channel), channels // num_groups,
-        {"channels": num_groups, "channel_axis": channel}, eps, where, scale_offset, axis_name, axis_index_groups,
-        method, on_single, rule, rescale, backend, "group_norm",
+    sets = grouped(
+        x, num_groups, axis, reduction_axes, axis_name=axis_name, axis_index_groups=axis_index_groups, method=method
     )  # fmt: skip
+    return _normalized(x, scale, bias, sets, eps, where, scale_offset, on_single, rule, rescale, backend, "group_norm")
 
 
 def instance_norm(
@@ -137,27 +122,16 @@ def instance_norm(
     [[[-1.0], [1.0]]]
     """
     x = check.array(x)
-    channels = check.axes(axis, x.ndim)
-    reduced = tuple(a for a in range(1, x.ndim) if a not in channels)
-    return _per_sample(
-        x, scale, bias, channels, reduced, 1, {}, eps, where, scale_offset, axis_name, axis_index_groups, method,
-        on_single, rule, rescale, backend, "instance_norm",
+    sets = instances(x, axis, axis_name=axis_name, axis_index_groups=axis_index_groups, method=method)
+    return _normalized(
+        x, scale, bias, sets, eps, where, scale_offset, on_single, rule, rescale, backend, "instance_norm"
     )  # fmt: skip
 
 
-def _per_sample(
-    x, scale, bias, channels, reduced, per_group, grouping, eps, where, scale_offset, axis_name, axis_index_groups,
-    method, on_single, rule, rescale, backend, operator,
-):  # fmt: skip
-    names = check.names(axis_name)
-    scope = Scope(names=names, groups=check.groups(axis_index_groups), method=method, **grouping)
-    where = check.mask(where, x)
-    if where is None:
-        sharing = len(scope.groups[0]) if scope.groups else axis_size(names)
-        entries = math.prod(x.shape[a] for a in reduced) * per_group * sharing
-        check.more_than_one(entries, on_single, f"{operator} of x with shape {x.shape}")
+def _normalized(x, scale, bias, sets, eps, where, scale_offset, on_single, rule, rescale, backend, operator):
+    where = checked_mask(where, x, sets, on_single, operator)
+    scale, bias = (check.parameter(p, n, x, sets.channels) for p, n in ((scale, "scale"), (bias, "bias")))
     return normalize(
-        x, check.parameter(scale, "scale", x, channels), check.parameter(bias, "bias", x, channels), axes=reduced,
-        eps=check.epsilon(eps), where=where, scale_offset=scale_offset, scope=scope, rule=rule, rescale=rescale,
-        backend=backend,
+        x, scale, bias, axes=sets.reduced, eps=check.epsilon(eps), where=where, scale_offset=scale_offset,
+        scope=sets.scope, rule=rule, rescale=rescale, backend=backend,
     ).y  # fmt: skip
