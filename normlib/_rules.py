@@ -53,7 +53,7 @@ def backward(config: Config, residuals, cotangents) -> tuple[Callable[..., Array
     x, scale, bias, where, own, total, rstd = residuals
     dy, d_own, d_total = cotangents
     if isinstance(dy, SymbolicZero):
-        dy = (zeros if config.backend == "xla" else jnp.zeros)(dy.aval.shape, dy.aval.dtype)
+        dy = (zeros if config.backend == "xla" else jnp.zeros)(x.shape, config.out_dtype or x.dtype)
     scope = config.scope
     mean, low, rstd_c = by_channel(config, x, own, rstd)
     weight = effective(scale, config.scale_offset)

@@ -330,9 +330,8 @@ def test_rescale_leaves_ordinary_values_as_they_are(name):
     check(op, given, value_and_grads(op, given, rescale=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "scale"), list(itertools.product(["layer_norm", "rms_norm", "group_norm"], [1e4, 6e4]))
-)
+@pytest.mark.parametrize("scale", [1e4, 6e4])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "group_norm"])
 def test_half_precision_squares_do_not_overflow(name, scale):  # CASES: J13, C9
     op = BY_NAME[name]
     given = inputs(op, jnp.float16)

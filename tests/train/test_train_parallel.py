@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from train.errors import ConfigError
-from train.models import MLP, NormChoice, build
+from train.models import MLP, NormChoice, ResNet, build
 from train.parallel import (
     MODES,
     axis_name,
@@ -130,13 +130,14 @@ def test_bad_settings_are_named(make, fault):
 def test_resnet_runs_a_step_with_ghost_batches_inside_a_device():
     mesh = make_mesh(2)
     choice = NormChoice("ghost_bn", 4, 2, axis_name=axis_name("shard_map"), virtual_batch_size=2)
-    model, optimizer = build("resnet", choice, classes=CLASSES), optax.sgd(0.1)
+    model, optimizer = ResNet(choice, classes=CLASSES, widths=(8, 16)), optax.sgd(0.1)
     state = init_state(model, optimizer, np.zeros((1, 8, 8, 1), np.float32), mesh=mesh, mode="shard_map", seed=0)
     place = make_place(mesh, "shard_map")
     images = RNG.uniform(0, 1, (8, 8, 8, 1)).astype(np.float32)
 
     state, metrics = make_step(model, optimizer, mesh=mesh, mode="shard_map")(state, place(images), place(LABELS[:8]))
 
+    assert isinstance(build("resnet", choice, classes=CLASSES), ResNet)
     assert np.isfinite(float(metrics.loss))
     assert int(state.step) == 1
 
