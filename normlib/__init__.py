@@ -3,6 +3,9 @@
 The functions are here; Flax layers are in `normlib.linen` and `normlib.nnx`.
 """
 
+from normlib.activated import ConvBatchNormOutput as ConvBatchNormOutput
+from normlib.activated import conv_batch_norm_relu as conv_batch_norm_relu
+from normlib.activated import group_norm_silu as group_norm_silu
 from normlib.batch import BatchNormOutput as BatchNormOutput
 from normlib.batch import batch_norm as batch_norm
 from normlib.batch import batch_norm_inference as batch_norm_inference
@@ -11,13 +14,10 @@ from normlib.engine import affine as affine
 from normlib.engine import normalize as normalize
 from normlib.fused import AddNormCastOutput as AddNormCastOutput
 from normlib.fused import AddNormOutput as AddNormOutput
-from normlib.fused import ConvBatchNormOutput as ConvBatchNormOutput
 from normlib.fused import add_layer_norm as add_layer_norm
 from normlib.fused import add_rms_norm as add_rms_norm
 from normlib.fused import add_rms_norm_cast as add_rms_norm_cast
-from normlib.fused import conv_batch_norm_relu as conv_batch_norm_relu
 from normlib.fused import deep_norm as deep_norm
-from normlib.fused import group_norm_silu as group_norm_silu
 from normlib.fused import multi_add_rms_norm as multi_add_rms_norm
 from normlib.group import group_norm as group_norm
 from normlib.group import instance_norm as instance_norm

@@ -91,7 +91,7 @@ def composed(
         room = jnp.asarray(eps, plan.wide)
         y, residual, own, total = _composed(plan, tuple(terms), scale, bias, where, shift, room)
         return Composed(y, residual, own, total if scope.has_total else own)
-    s = _sum(plan, *terms)
+    s = _sum(plan, _weights(plan), *terms)
     residual = s.astype(dtype)
     s = residual if round_first or plan.is_array else s
     normalized = normalize(
@@ -145,17 +145,26 @@ class Relu:
         return dy * jnp.sign(jnp.maximum(z, 0 * one))
 
 
-def _sum(plan: Plan, *terms: Array) -> Array:
+def _sum(plan: Plan, weights, *terms: Array) -> Array:
     """The weighted sum in the wide dtype, from left to right."""
-    widened = [t.astype(plan.wide) * w if w != 1 else t.astype(plan.wide) for t, w in zip(terms, plan.weights)]
+    widened = [t.astype(plan.wide) if w is None else t.astype(plan.wide) * w for t, w in zip(terms, weights)]
     return functools.reduce(jnp.add, widened)
+
+
+def _weights(plan: Plan):
+    """The weights as operands, None for 1: XLA on CPU writes out an array of a literal that several passes read."""
+    return tuple(None if w == 1 else jnp.asarray(w, plan.wide) for w in plan.weights)
 
 
 def _summed(plan: Plan, terms) -> Array | Deferred:
     if plan.is_array:
-        s = _sum(plan, *terms)
+        s = _sum(plan, _weights(plan), *terms)
         return s.astype(plan.dtype) if plan.round_first or len(terms) == 1 else s
-    return Deferred(functools.partial(_sum, plan), terms, plan.terms[0][0], plan.wide)
+    return _deferred_sum(plan, terms)
+
+
+def _deferred_sum(plan: Plan, terms) -> Deferred:
+    return Deferred(functools.partial(_sum, plan), (_weights(plan), *terms), plan.terms[0][0], plan.wide)
 
 
 def _activated(plan: Plan, z: Array) -> Array:
@@ -184,15 +193,10 @@ def _composed_bwd(plan, residuals, cotangents):
     kept, scale, bias, where, own, total, rstd = residuals
     dy, d_residual, d_own, d_total = cotangents
     # ds is asked for in the wide dtype: the residual's cotangent is added before the one rounding
-    if plan.is_array:
-        s = Deferred(wide, kept, kept[0].shape, plan.wide)
-    else:
-        s = Deferred(functools.partial(_sum, plan), kept, plan.terms[0][0], plan.wide)
-    on_xla = plan.config.backend == "xla"
-    s = s if on_xla else s.astype(s.dtype)
+    wider = Deferred(wide, kept, plan.terms[0][0], plan.wide) if plan.is_array else _deferred_sum(plan, kept)
+    s = _readable(plan, wider)
     if plan.activation is not None and not isinstance(dy, SymbolicZero):
-        dy = _through_activation(plan, dy, s, own, rstd, scale, bias, where)
-        dy = dy if on_xla else dy.astype(dy.dtype)
+        dy = _readable(plan, _through_activation(plan, dy, s, own, rstd, scale, bias, where))
     # y's dtype does not matter to the backward
     config = replace(plan.config, out_dtype=None)
     ds, dscale, dbias = backward(config, (s, scale, bias, where, own, total, rstd), (dy, d_own, d_total))
@@ -204,15 +208,24 @@ def _composed_bwd(plan, residuals, cotangents):
         (extra,) = xla.own_copy(extra) if again else (extra,)
         return ds(again) + wide(extra)
 
-    whole = total_ds()
+    whole = functools.cache(total_ds)
     cts = []
     for (shape, dtype, names), w in zip(plan.terms, plan.weights):
-        part = whole if shape == plan.terms[0][0] else unbroadcast(total_ds(again=True), shape)
+        if shape == plan.terms[0][0]:
+            # in 16 bits, one float32 ds for two weights would be written out
+            part = total_ds(again=True) if w != 1 and dtype != plan.wide.name else whole()
+        else:
+            part = unbroadcast(total_ds(again=True), shape)
         cts.append(typed_like(part if w == 1 else part * w, dtype, names))
     return tuple(cts), dscale, dbias, None, None, None
 
 
 _composed.defvjp(_composed_fwd, _composed_bwd, symbolic_zeros=True)
+
+
+def _readable(plan: Plan, t: Deferred) -> Array | Deferred:
+    """`t`, as an array where the backend is another than XLA."""
+    return t if plan.config.backend == "xla" else t.astype(t.dtype)
 
 
 def _through_activation(plan, dy, s, own, rstd, scale, bias, where) -> Deferred:

@@ -47,7 +47,9 @@ def instances(x: Array, axis: check.Axes, *, axis_name=None, axis_index_groups=N
     """Every channel of every sample alone; errors as `normlib.instance_norm`."""
     channels = check.axes(axis, x.ndim)
     reduced = tuple(a for a in range(1, x.ndim) if a not in channels)
-    return per_sample(x, channels, reduced, 1, axis_name=axis_name, axis_index_groups=axis_index_groups, method=method)
+    return per_sample(
+        x, channels, reduced, 1, {}, axis_name=axis_name, axis_index_groups=axis_index_groups, method=method
+    )
 
 
 def per_sample(x, channels, reduced, per_group, grouping, *, axis_name, axis_index_groups, method) -> PerSample:

@@ -90,7 +90,8 @@ def apply(x, mean, low, rstd, scale, bias, *, where=None, dtype=None):
     0 * NaN where an unmeasured entry is NaN.
     """
     dtype = x.dtype if dtype is None else dtype
-    return mapped(*own_copy(x, mean, low, rstd, scale, bias), where).astype(dtype)
+    x, mean, low, rstd, scale, bias = own_copy(x, mean, low, rstd, scale, bias)
+    return mapped(x, mean, low, rstd, scale, bias, where).astype(dtype)
 
 
 def mapped(x, mean, low, rstd, scale, bias, where=None):

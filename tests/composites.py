@@ -1,0 +1,213 @@
+"""The table of operators with more arrays than x, scale and bias: one line each, with its formula in float64.
+
+A formula is written once, for NumPy (values) and for JAX in float64 (which differentiates it): `a.np` is either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+import normlib as nl
+from tests import reference
+
+
+@dataclass(frozen=True)
+class Composite:
+    """An operator of several arrays.
+
+    Attributes:
+      name: of the test.
+      call: (**arrays, **options) -> an array or a named tuple; of it the first `outputs` entries are compared.
+      formula: (a) -> (outputs, sizes) in float64, a holding the arrays; sizes is what y's rounding is measured at.
+      data: shapes of the arrays in x's dtype.
+      parameters: shapes of the float32 arrays.
+      reduce: axes of x that share statistics: of gradients the size is the largest along them.
+      outputs: how many entries of the result are compared.
+      rules: that `call` takes.
+      keeps: bytes that the backward keeps, as a multiple of all 16-bit data, at most.
+      large: shapes of data and parameters for the memory tests, or None for no such test.
+      temporaries: bytes of temporaries of forward and backward together, as a multiple of one data array, at most.
+      slack: of the bound on roundings in float32, as a multiple.
+      mean: of the data.
+      dtypes: in which it is compared with the formula.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    formula: Callable[[Any], Any]
+    data: dict[str, tuple[int, ...]]
+    parameters: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    reduce: tuple[int, ...] = (-1,)
+    outputs: int = 1
+    rules: tuple[str, ...] = ("reverse", "both", "autodiff")
+    keeps: float = 1.1
+    large: dict[str, tuple[int, ...]] | None = None
+    temporaries: float = 0.1
+    slack: float = 1.0
+    mean: float = 1.0
+    dtypes: tuple[str, ...] = ("f32", "bf16", "f16")
+
+    def run(self, arrays, **options):
+        """The compared outputs, as a tuple."""
+        out = self.call(**arrays, **options)
+        return tuple(out)[: self.outputs] if isinstance(out, tuple) else (out,)
+
+    def inputs(self, dtype=jnp.float32, *, seed=0, shapes=None, mean=None):
+        """Random arrays: data in `dtype`, parameters in float32."""
+        rng = np.random.default_rng([seed, len(self.name)])
+        shapes = shapes or self.data | self.parameters
+        mean = self.mean if mean is None else mean
+        draw = lambda name, shape: jnp.asarray(rng.normal(size=shape), jnp.float32) + (name in self.data) * mean  # noqa: E731
+        return {n: draw(n, s).astype(dtype if n in self.data else jnp.float32) for n, s in shapes.items()}
+
+    def expected(self, arrays, cotangents=None):
+        """((outputs, sizes) from NumPy, gradients by name from JAX in float64)."""
+        dtype = np.asarray(next(arrays[n] for n in self.data)).dtype
+        wide = {n: np.asarray(t).astype(np.float64) for n, t in arrays.items()}
+        values, sizes = self.formula(SimpleNamespace(np=np, dtype=dtype, **wide))
+        if cotangents is None:
+            return (values, sizes), None
+        with jax.enable_x64(True):
+            cts = tuple(jnp.asarray(np.asarray(c).astype(np.float64)) for c in cotangents)
+            given = {n: jnp.asarray(t) for n, t in wide.items()}
+
+            def total(given):
+                outputs = self.formula(SimpleNamespace(np=jnp, dtype=dtype, **given))[0]
+                return sum((o * c).sum() for o, c in zip(outputs, cts))
+
+            grads = jax.tree.map(np.asarray, jax.jit(jax.grad(total))(given))
+        return (values, sizes), grads
+
+
+def check_rounded_once(actual, expected, size, dtype, *, slack=1.0, what="y"):
+    """|actual - expected| is half an ulp of the result's dtype, and a few of float32's at `size`."""
+    actual = reference.f64(actual)
+    assert actual.shape == expected.shape, (what, actual.shape, expected.shape)
+    if not actual.size:
+        return
+    bound = 0.502 * reference.ulp(abs(expected), dtype) + 12 * slack * reference.EPS32 * size
+    tiny = float(ml_dtypes.finfo(dtype).smallest_normal)
+    error = np.where(abs(expected) < tiny, 0, abs(actual - expected))
+    assert np.isfinite(actual).all(), f"{what} is not finite"
+    worst = (error / np.broadcast_to(bound, error.shape)).max()
+    assert worst <= 1, f"{what}: {worst:.2f} times the bound"
+
+
+def moments(a, x, axes, *, groups=None):
+    """Mean and biased variance over `axes`, at x's shape; with `groups` of the last axis too."""
+    if groups is None:
+        mean = x.mean(axes, keepdims=True)
+        return mean, ((x - mean) ** 2).mean(axes, keepdims=True)
+    split = x.reshape(*x.shape[:-1], groups, -1)
+    axes = (*axes, x.ndim)
+    mean = split.mean(axes, keepdims=True)
+    var = ((split - mean) ** 2).mean(axes, keepdims=True)
+    at_x = lambda t: a.np.broadcast_to(t, split.shape).reshape(x.shape)  # noqa: E731
+    return at_x(mean), at_x(var)
+
+
+def normal(a, x, axes, eps, scale=1.0, bias=0.0, *, centered=True, groups=None):
+    """(y, size): the textbook norm and the size at which its roundings are measured."""
+    mean, var = moments(a, x, axes, groups=groups)
+    if not centered:
+        mean, var = 0.0, (x**2).mean(axes, keepdims=True)
+    y = (x - mean) / a.np.sqrt(var + eps) * scale
+    size = a.np.maximum(abs(y), abs(y + bias)) + abs(a.np.asarray(bias)) + abs(a.np.asarray(scale))
+    return y + bias, size
+
+
+def rounded(a, s):
+    """s in the data's dtype, its derivative that of s: through float32, as the sum is formed."""
+    if a.dtype == np.float64:
+        return s
+    if a.np is np:
+        return s.astype(np.float32).astype(a.dtype).astype(np.float64)
+    low = jnp.dtype(a.dtype)
+    return s + jax.lax.stop_gradient(s.astype(jnp.float32).astype(low).astype(jnp.float64) - s)
+
+
+def _add_norm(a, eps, *, centered=True, first=False):
+    third = getattr(a, "sum_bias", 0.0)
+    s = a.x1 + a.x2 + third
+    measured = rounded(a, s) if first else s
+    y, size = normal(a, measured, (-1,), eps, a.scale, a.bias, centered=centered)
+    return (y, s), (size, abs(a.x1) + abs(a.x2) + abs(a.np.asarray(third)))
+
+
+def _multi_add(a):
+    s = a.xa + a.xb + a.xc + a.x2
+    y, size = normal(a, s, (-1,), 1e-6, a.scale, centered=False)
+    return (y, s), (size, abs(a.xa) + abs(a.xb) + abs(a.xc) + abs(a.x2))
+
+
+def _deep(a):
+    y, size = normal(a, a.x * 0.3 + a.gx, (-1,), 1e-6, a.scale, a.bias)
+    return (y,), (size,)
+
+
+def _silu(a, beta):
+    z, size = normal(a, a.x, (1,), 1e-5, a.scale, a.bias, groups=4)
+    return (z / (1 + a.np.exp(-beta * z)),), (size * (1 + abs(beta)),)
+
+
+def _conv_relu(a):
+    """A valid 1 x 3 convolution by hand, z rounded to x's dtype."""
+    taps = [a.np.einsum("nlc,co->nlo", a.x[:, i : i + 5], rounded(a, a.kernel)[i]) for i in range(3)]
+    z = rounded(a, taps[0] + taps[1] + taps[2])
+    y, size = normal(a, z, (0, 1), 1e-5, a.scale, a.bias)
+    return (a.np.maximum(y, 0),), (size,)
+
+
+ROWS, FEATURES = (9, 37), (37,)
+ADDED = {"x1": ROWS, "x2": ROWS}
+AFFINE = {"scale": FEATURES, "bias": FEATURES}
+BIG = {"x1": (512, 1024), "x2": (512, 1024), "scale": (1024,), "bias": (1024,)}
+SPACE = {"x": (8, 512, 64), "scale": (64,), "bias": (64,)}
+
+FUSED = [
+    Composite(
+        "add_layer_norm", nl.add_layer_norm, lambda a: _add_norm(a, 1e-5), ADDED, AFFINE | {"sum_bias": FEATURES},
+        outputs=2, large=BIG | {"sum_bias": (1024,)},
+    ),
+    Composite(
+        "add_layer_norm_round_first", lambda **k: nl.add_layer_norm(**k, residual_round_first=True),
+        lambda a: _add_norm(a, 1e-5, first=True), ADDED, AFFINE, outputs=2, keeps=0.6, large=BIG,
+    ),
+    Composite(
+        "add_rms_norm", nl.add_rms_norm, lambda a: _add_norm(a, 1e-6, centered=False), ADDED, AFFINE, outputs=2,
+        large=BIG,
+    ),
+    Composite(
+        "multi_add_rms_norm", lambda xa, xb, xc, x2, scale, **k: nl.multi_add_rms_norm([xa, xb, xc], x2, scale, **k),
+        _multi_add, {n: ROWS for n in ("xa", "xb", "xc", "x2")}, {"scale": FEATURES}, outputs=2,
+        large={n: (512, 1024) for n in ("xa", "xb", "xc", "x2")} | {"scale": (1024,)},
+    ),
+    Composite(
+        "deep_norm", nl.deep_norm, _deep, {"x": ROWS, "gx": ROWS}, AFFINE,
+        large={"x": (512, 1024), "gx": (512, 1024), "scale": (1024,), "bias": (1024,)},
+    ),
+    Composite(
+        "group_norm_silu", lambda **k: nl.group_norm_silu(**k, num_groups=4), lambda a: _silu(a, 1.0),
+        {"x": (3, 7, 12)}, {"scale": (12,), "bias": (12,)}, reduce=(1, 2), large=SPACE,
+    ),
+    Composite(
+        "group_norm_swish", lambda **k: nl.group_norm_silu(**k, num_groups=4, beta=1.7), lambda a: _silu(a, 1.7),
+        {"x": (3, 7, 12)}, {"scale": (12,), "bias": (12,)}, reduce=(1, 2),
+    ),
+    Composite(
+        "conv_batch_norm_relu", lambda **k: nl.conv_batch_norm_relu(**k, padding="VALID"), _conv_relu,
+        {"x": (6, 7, 4)}, {"kernel": (3, 4, 5), "scale": (5,), "bias": (5,)}, reduce=(0, 1, 2), slack=4.0, mean=0.0,
+        dtypes=("f32",),
+    ),
+]  # fmt: skip
+
+COMPOSITES = FUSED
+BY_NAME = {op.name: op for op in COMPOSITES}
