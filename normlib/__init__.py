@@ -6,9 +6,18 @@ The functions are here; Flax layers are in `normlib.linen` and `normlib.nnx`.
 from normlib.activated import ConvBatchNormOutput as ConvBatchNormOutput
 from normlib.activated import conv_batch_norm_relu as conv_batch_norm_relu
 from normlib.activated import group_norm_silu as group_norm_silu
+from normlib.adaptive import AdaNormZeroOutput as AdaNormZeroOutput
+from normlib.adaptive import ada_layer_norm as ada_layer_norm
+from normlib.adaptive import ada_layer_norm_zero as ada_layer_norm_zero
+from normlib.adaptive import gate_residual as gate_residual
+from normlib.adaptive import modulate as modulate
 from normlib.batch import BatchNormOutput as BatchNormOutput
 from normlib.batch import batch_norm as batch_norm
 from normlib.batch import batch_norm_inference as batch_norm_inference
+from normlib.conditional import ConditionalBatchNormOutput as ConditionalBatchNormOutput
+from normlib.conditional import adaptive_instance_norm as adaptive_instance_norm
+from normlib.conditional import conditional_batch_norm as conditional_batch_norm
+from normlib.conditional import modulated_group_norm as modulated_group_norm
 from normlib.engine import Normalized as Normalized
 from normlib.engine import affine as affine
 from normlib.engine import normalize as normalize
@@ -21,6 +30,7 @@ from normlib.fused import deep_norm as deep_norm
 from normlib.fused import multi_add_rms_norm as multi_add_rms_norm
 from normlib.group import group_norm as group_norm
 from normlib.group import instance_norm as instance_norm
+from normlib.group import st_group_norm as st_group_norm
 from normlib.layer import layer_norm as layer_norm
 from normlib.moments import Moments as Moments
 from normlib.moments import welford_scan as welford_scan

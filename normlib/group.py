@@ -128,6 +128,59 @@ def instance_norm(
     )  # fmt: skip
 
 
+def st_group_norm(
+    x: Num[Array, "n t h w c"],
+    scale: Float[Array, " c"] | None = None,
+    bias: Float[Array, " c"] | None = None,
+    *,
+    num_groups: int,
+    mode: str = "joint",
+    time_axis: int = 1,
+    axis: int = -1,
+    eps: float = 1e-5,
+    where: Bool[Array, ...] | None = None,
+    on_single: str = "raise",
+    rule: str = "reverse",
+    rescale: bool = False,
+    backend: str | None = None,
+) -> Array:
+    """Group normalization of video: statistics over space and time, or over the space of each frame.
+
+        y = (x - mean) / sqrt(var + eps) * scale + bias
+
+    Args:
+      x: `[N, T, H, W, C]`, or any rank with `time_axis` and `axis` naming frames and channels.
+      scale: `[C]` or None for ones.
+      bias: `[C]` or None for zeros.
+      num_groups: G; statistics are over C / G channels.
+      mode: "joint": over (C / G, T, H, W), one set per sample, as a 3-D group norm; "per_frame": over (C / G, H, W),
+        so that a frame does not depend on others (streaming).
+      time_axis: axis of the frames.
+      axis, eps, where, on_single, rule, rescale, backend: as `normlib.group_norm`.
+
+    Returns:
+      y in x's shape and dtype, rounded once.
+
+    Raises:
+      ValueError: for an unknown mode, or shapes, axes or groups that do not fit.
+
+    Source: Wu and He 2018, on video: statistics over time as well.
+
+    >>> x = jnp.array([0.0, 1.0, 4.0, 5.0]).reshape(1, 2, 1, 2, 1)
+    >>> st_group_norm(x, num_groups=1, mode="per_frame").ravel().round(2).tolist()
+    [-1.0, 1.0, -1.0, 1.0]
+    """
+    x = check.array(x)
+    check.one_of(mode, ("joint", "per_frame"), "mode")
+    (frames,) = check.axes(time_axis, x.ndim, "time_axis")
+    (channel,) = check.axes(axis, x.ndim)
+    if frames in (0, channel):
+        raise ValueError(f"`time_axis` {time_axis} is the axis of the samples or channels of x, shape {x.shape}.")
+    over = tuple(a for a in range(1, x.ndim) if mode == "joint" or a != frames)
+    sets = grouped(x, num_groups, axis, over)
+    return _normalized(x, scale, bias, sets, eps, where, 0.0, on_single, rule, rescale, backend, "st_group_norm")
+
+
 def _normalized(x, scale, bias, sets, eps, where, scale_offset, on_single, rule, rescale, backend, operator):
     where = checked_mask(where, x, sets, on_single, operator)
     scale, bias = (check.parameter(p, n, x, sets.channels) for p, n in ((scale, "scale"), (bias, "bias")))

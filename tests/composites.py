@@ -38,6 +38,7 @@ class Composite:
       slack: of the bound on roundings in float32, as a multiple.
       mean: of the data.
       dtypes: in which it is compared with the formula.
+      own_rule: it has a derivative rule of its own beside the engine's: then every transformation is tested.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Composite:
     slack: float = 1.0
     mean: float = 1.0
     dtypes: tuple[str, ...] = ("f32", "bf16", "f16")
+    own_rule: bool = False
 
     def run(self, arrays, **options):
         """The compared outputs, as a tuple."""
@@ -175,11 +177,11 @@ SPACE = {"x": (8, 512, 64), "scale": (64,), "bias": (64,)}
 FUSED = [
     Composite(
         "add_layer_norm", nl.add_layer_norm, lambda a: _add_norm(a, 1e-5), ADDED, AFFINE | {"sum_bias": FEATURES},
-        outputs=2, large=BIG | {"sum_bias": (1024,)},
+        outputs=2, large=BIG | {"sum_bias": (1024,)}, own_rule=True,
     ),
     Composite(
         "add_layer_norm_round_first", lambda **k: nl.add_layer_norm(**k, residual_round_first=True),
-        lambda a: _add_norm(a, 1e-5, first=True), ADDED, AFFINE, outputs=2, keeps=0.6, large=BIG,
+        lambda a: _add_norm(a, 1e-5, first=True), ADDED, AFFINE, outputs=2, keeps=0.6, large=BIG, own_rule=True,
     ),
     Composite(
         "add_rms_norm", nl.add_rms_norm, lambda a: _add_norm(a, 1e-6, centered=False), ADDED, AFFINE, outputs=2,
@@ -187,8 +189,8 @@ FUSED = [
     ),
     Composite(
         "multi_add_rms_norm", lambda xa, xb, xc, x2, scale, **k: nl.multi_add_rms_norm([xa, xb, xc], x2, scale, **k),
-        _multi_add, {n: ROWS for n in ("xa", "xb", "xc", "x2")}, {"scale": FEATURES}, outputs=2,
-        large={n: (512, 1024) for n in ("xa", "xb", "xc", "x2")} | {"scale": (1024,)},
+        _multi_add, dict.fromkeys(("xa", "xb", "xc", "x2"), ROWS), {"scale": FEATURES}, outputs=2,
+        large=dict.fromkeys(("xa", "xb", "xc", "x2"), (512, 1024)) | {"scale": (1024,)},
     ),
     Composite(
         "deep_norm", nl.deep_norm, _deep, {"x": ROWS, "gx": ROWS}, AFFINE,
@@ -196,7 +198,7 @@ FUSED = [
     ),
     Composite(
         "group_norm_silu", lambda **k: nl.group_norm_silu(**k, num_groups=4), lambda a: _silu(a, 1.0),
-        {"x": (3, 7, 12)}, {"scale": (12,), "bias": (12,)}, reduce=(1, 2), large=SPACE,
+        {"x": (3, 7, 12)}, {"scale": (12,), "bias": (12,)}, reduce=(1, 2), large=SPACE, own_rule=True,
     ),
     Composite(
         "group_norm_swish", lambda **k: nl.group_norm_silu(**k, num_groups=4, beta=1.7), lambda a: _silu(a, 1.7),
@@ -209,5 +211,117 @@ FUSED = [
     ),
 ]  # fmt: skip
 
-COMPOSITES = FUSED
+
+def _ada(a, *, offset=1.0, token=False):
+    m, t = (a.mod_scale, a.mod_shift) if token else (a.mod_scale[:, None], a.mod_shift[:, None])
+    scale, bias = getattr(a, "scale", 1.0), getattr(a, "bias", 0.0)
+    y, size = normal(a, a.x, (-1,), 1e-5, scale, bias)
+    return (y * (offset + m) + t,), (size * (abs(offset) + abs(m)) + abs(t),)
+
+
+def _ada_zero(a):
+    shift, scale, gate = (a.modulation[:, None, i : i + 11] for i in (0, 11, 22))
+    y, size = normal(a, a.x, (-1,), 1e-5)
+    return (y * (1 + scale) + shift, gate), (size * (1 + abs(scale)) + abs(shift), 0 * gate)
+
+
+def _modulate(a):
+    m, t = a.scale[:, None], a.shift[:, None]
+    return (a.x * (1 + m) + t,), (abs(a.x) * (1 + abs(m)) + abs(t),)
+
+
+def _gate(a):
+    return (a.x + a.gate[:, None] * a.branch,), (abs(a.x) + abs(a.gate[:, None] * a.branch),)
+
+
+def _conditional(a):
+    raised = lambda t: t[a.np.asarray([2, 0, 1, 1])][:, None]  # noqa: E731
+    y, size = normal(a, a.x, (0, 1), 1e-5)
+    return (y * (1 + raised(a.scale)) + raised(a.bias),), (size * (1 + abs(raised(a.scale))) + abs(raised(a.bias)),)
+
+
+def _modulated_group(a, *, spatial=False):
+    m, t = (a.mod_scale, a.mod_shift) if spatial else (a.mod_scale[:, None], a.mod_shift[:, None])
+    y, size = normal(a, a.x, (1,), 1e-5, getattr(a, "scale", 1.0), getattr(a, "bias", 0.0), groups=4)
+    return (y * (1 + m) + t,), (size * (1 + abs(m)) + abs(t),)
+
+
+def _adain(a):
+    mean, var = moments(a, a.style, (1,))
+    std, mean = a.np.sqrt(var[:, :1] + 1e-5), mean[:, :1]
+    y, size = normal(a, a.x, (1,), 1e-5)
+    return (y * std + mean,), (size * std + abs(mean) + std,)
+
+
+def _adain_given(a):
+    y, size = normal(a, a.x, (1,), 1e-5)
+    std, mean = a.style_std[:, None], a.style_mean[:, None]
+    return (y * std + mean,), (size * abs(std) + abs(mean),)
+
+
+def _video(a, axes):
+    y, size = normal(a, a.x, axes, 1e-5, a.scale, a.bias, groups=3)
+    return (y,), (size,)
+
+
+TOKENS, SAMPLES = {"x": (3, 5, 11)}, (3, 11)
+ADAPTIVE = [
+    Composite(
+        "ada_layer_norm", nl.ada_layer_norm, _ada, TOKENS, {"mod_scale": SAMPLES, "mod_shift": SAMPLES},
+        large={"x": (4, 256, 512), "mod_scale": (4, 512), "mod_shift": (4, 512)},
+    ),
+    Composite(
+        "ada_layer_norm_affine", nl.ada_layer_norm, _ada, TOKENS,
+        {"mod_scale": SAMPLES, "mod_shift": SAMPLES, "scale": (11,), "bias": (11,)}, slack=2.0,
+    ),
+    Composite(
+        "ada_layer_norm_whole_factor", lambda **k: nl.ada_layer_norm(**k, scale_offset=0.0),
+        lambda a: _ada(a, offset=0.0), TOKENS, {"mod_scale": SAMPLES, "mod_shift": SAMPLES},
+    ),
+    Composite(
+        "ada_layer_norm_token", nl.ada_layer_norm, lambda a: _ada(a, token=True),
+        dict.fromkeys(("x", "mod_scale", "mod_shift"), (3, 5, 11)), {"scale": (11,), "bias": (11,)}, slack=2.0,
+    ),
+    Composite("ada_layer_norm_zero", nl.ada_layer_norm_zero, _ada_zero, TOKENS, {"modulation": (3, 33)}, outputs=2),
+    Composite(
+        "modulate", nl.modulate, _modulate, TOKENS, {"scale": SAMPLES, "shift": SAMPLES}, rules=(),
+        large={"x": (4, 256, 512), "scale": (4, 512), "shift": (4, 512)}, temporaries=2.1,
+    ),
+    Composite(
+        "gate_residual", nl.gate_residual, _gate, {"x": (3, 5, 11), "branch": (3, 5, 11)}, {"gate": SAMPLES}, rules=(),
+        large={"x": (4, 256, 512), "branch": (4, 256, 512), "gate": (4, 512)}, temporaries=2.1,
+    ),
+    Composite(
+        "conditional_batch_norm", lambda **k: nl.conditional_batch_norm(**k, labels=jnp.array([2, 0, 1, 1])),
+        _conditional, {"x": (4, 6, 5)}, {"scale": (3, 5), "bias": (3, 5)}, reduce=(0, 1),
+    ),
+    Composite(
+        "modulated_group_norm", lambda **k: nl.modulated_group_norm(**k, num_groups=4), _modulated_group,
+        {"x": (3, 7, 12)}, {"mod_scale": (3, 12), "mod_shift": (3, 12), "scale": (12,), "bias": (12,)}, reduce=(1, 2),
+        slack=2.0,
+    ),
+    Composite(
+        "modulated_group_norm_spatial", lambda **k: nl.modulated_group_norm(**k, num_groups=4),
+        lambda a: _modulated_group(a, spatial=True), dict.fromkeys(("x", "mod_scale", "mod_shift"), (3, 7, 12)),
+        reduce=(1, 2),
+    ),
+    Composite(
+        "adaptive_instance_norm", nl.adaptive_instance_norm, _adain, {"x": (3, 7, 5), "style": (3, 9, 5)}, reduce=(1,),
+        slack=3.0,
+    ),
+    Composite(
+        "adaptive_instance_norm_given", nl.adaptive_instance_norm, _adain_given, {"x": (3, 7, 5)},
+        {"style_mean": (3, 5), "style_std": (3, 5)}, reduce=(1,),
+    ),
+    Composite(
+        "st_group_norm", lambda **k: nl.st_group_norm(**k, num_groups=3), lambda a: _video(a, (1, 2, 3)),
+        {"x": (2, 3, 4, 2, 6)}, {"scale": (6,), "bias": (6,)}, reduce=(1, 2, 3, 4),
+    ),
+    Composite(
+        "st_group_norm_per_frame", lambda **k: nl.st_group_norm(**k, num_groups=3, mode="per_frame"),
+        lambda a: _video(a, (2, 3)), {"x": (2, 3, 4, 2, 6)}, {"scale": (6,), "bias": (6,)}, reduce=(2, 3, 4),
+    ),
+]  # fmt: skip
+
+COMPOSITES = FUSED + ADAPTIVE
 BY_NAME = {op.name: op for op in COMPOSITES}
