@@ -18,6 +18,11 @@ from normlib.conditional import ConditionalBatchNormOutput as ConditionalBatchNo
 from normlib.conditional import adaptive_instance_norm as adaptive_instance_norm
 from normlib.conditional import conditional_batch_norm as conditional_batch_norm
 from normlib.conditional import modulated_group_norm as modulated_group_norm
+from normlib.dynamic import BatchRenormOutput as BatchRenormOutput
+from normlib.dynamic import SwitchableNormOutput as SwitchableNormOutput
+from normlib.dynamic import batch_renorm as batch_renorm
+from normlib.dynamic import dynamic_tanh as dynamic_tanh
+from normlib.dynamic import switchable_norm as switchable_norm
 from normlib.engine import Normalized as Normalized
 from normlib.engine import affine as affine
 from normlib.engine import normalize as normalize
@@ -32,6 +37,13 @@ from normlib.group import group_norm as group_norm
 from normlib.group import instance_norm as instance_norm
 from normlib.group import st_group_norm as st_group_norm
 from normlib.layer import layer_norm as layer_norm
+from normlib.lp import clip_by_foreach_norm as clip_by_foreach_norm
+from normlib.lp import euclidean_norm as euclidean_norm
+from normlib.lp import foreach_norm as foreach_norm
+from normlib.lp import l2_normalize as l2_normalize
+from normlib.lp import lp_norm as lp_norm
+from normlib.lp import mean_variance_norm as mean_variance_norm
+from normlib.lp import renorm as renorm
 from normlib.moments import Moments as Moments
 from normlib.moments import welford_scan as welford_scan
 from normlib.passes import use_backend as use_backend
@@ -39,5 +51,10 @@ from normlib.precision import recommended_eps as recommended_eps
 from normlib.rms import rms_norm as rms_norm
 from normlib.running import update_running as update_running
 from normlib.scope import Scope as Scope
+from normlib.sparse import sparse_layer_norm as sparse_layer_norm
+from normlib.sparse import sparse_rms_norm as sparse_rms_norm
+from normlib.weight import SpectralNormOutput as SpectralNormOutput
+from normlib.weight import spectral_norm as spectral_norm
+from normlib.weight import weight_norm as weight_norm
 
 __version__ = "0.1.0"

@@ -1,6 +1,7 @@
 """Every operator of several arrays against its formula in float64: dtypes, rules, transformations and memory."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests import reference
-from tests.composites import BY_NAME, COMPOSITES, check_rounded_once
+from tests.composite import check_rounded_once
+from tests.composites import BY_NAME, COMPOSITES
 
 pytestmark = pytest.mark.fast
 
@@ -123,8 +125,6 @@ def test_gradient_of_gradient_matches_float64(name):
 
     found = jax.jit(jax.grad(functools.partial(penalty, op.run)))(arrays)
     with jax.enable_x64(True):
-        from types import SimpleNamespace
-
         plain = lambda a: op.formula(SimpleNamespace(np=jnp, dtype=np.dtype(np.float32), **a))[0]  # noqa: E731
         wide = {n: jnp.asarray(np.asarray(t), jnp.float64) for n, t in arrays.items()}
         want = jax.jit(jax.grad(functools.partial(penalty, plain)))(wide)
