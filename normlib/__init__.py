@@ -46,5 +46,8 @@ from normlib.rms import rms_norm as rms_norm
 from normlib.running import running_weight as running_weight
 from normlib.running import update_running as update_running
 from normlib.scope import Scope as Scope
+from normlib.tuning import affine_mask as affine_mask
+from normlib.tuning import residual_scale_init as residual_scale_init
+from normlib.tuning import train_affine_only as train_affine_only
 
 __version__ = "0.1.0"
