@@ -6,6 +6,9 @@ The functions are here; Flax layers are in `normlib.linen` and `normlib.nnx`.
 from normlib.batch import BatchNormOutput as BatchNormOutput
 from normlib.batch import batch_norm as batch_norm
 from normlib.batch import batch_norm_inference as batch_norm_inference
+from normlib.diagnose import BatchStatsReport as BatchStatsReport
+from normlib.diagnose import Finding as Finding
+from normlib.diagnose import batch_stats_report as batch_stats_report
 from normlib.domains import domain_batch_stats as domain_batch_stats
 from normlib.domains import mix_batch_stats as mix_batch_stats
 from normlib.domains import put_domain as put_domain
