@@ -6,6 +6,9 @@ The functions are here; Flax layers are in `normlib.linen` and `normlib.nnx`.
 from normlib.batch import BatchNormOutput as BatchNormOutput
 from normlib.batch import batch_norm as batch_norm
 from normlib.batch import batch_norm_inference as batch_norm_inference
+from normlib.diagnose import BatchStatsReport as BatchStatsReport
+from normlib.diagnose import Finding as Finding
+from normlib.diagnose import batch_stats_report as batch_stats_report
 from normlib.domains import domain_batch_stats as domain_batch_stats
 from normlib.domains import mix_batch_stats as mix_batch_stats
 from normlib.domains import put_domain as put_domain
@@ -60,5 +63,8 @@ from normlib.rms import rms_norm_backward as rms_norm_backward
 from normlib.running import running_weight as running_weight
 from normlib.running import update_running as update_running
 from normlib.scope import Scope as Scope
+from normlib.tuning import affine_mask as affine_mask
+from normlib.tuning import residual_scale_init as residual_scale_init
+from normlib.tuning import train_affine_only as train_affine_only
 
 __version__ = "0.1.0"
