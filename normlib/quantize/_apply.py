@@ -63,6 +63,7 @@ def apply(
     >>> apply(Dynamic(), jnp.array([[1.0, -127.0], [0.0, 0.0]])).y.tolist()
     [[1, -127], [0, 0]]
     """
+    check_quant(quant, optional=False)
     out_dtype(quant, jnp.result_type(n))
     n = jnp.asarray(n).astype(jnp.float32)
     options = {"axes": check.axes(axes, n.ndim, "axes"), "where": check.mask(where, n), "scope": scope}
@@ -273,5 +274,5 @@ def _straight_through(value, result, inside):
 
 @_straight_through.defjvp
 def _straight_through_jvp(primals, tangents):
-    _, result, inside = primals
-    return result, jnp.where(inside, tangents[0], 0)
+    # the primal goes through the rule again, for derivatives of derivatives
+    return _straight_through(*primals), jnp.where(primals[2], tangents[0], 0)

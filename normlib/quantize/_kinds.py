@@ -291,10 +291,10 @@ class StraightThrough:
         _check_one_of(self.kind, (*ONE_OUTPUT, Dual), "kind")
 
 
-def check_quant(quant, name: str = "quant") -> None:
-    """A TypeError if `quant` is neither None nor one of the kinds."""
-    if quant is not None:
-        _check_one_of(quant, (*ONE_OUTPUT, Dual, StraightThrough), name)
+def check_quant(quant, *, optional: bool = True) -> None:
+    """A TypeError if `quant` is neither one of the kinds nor (if `optional`) None."""
+    if quant is not None or not optional:
+        _check_one_of(quant, (*ONE_OUTPUT, Dual, StraightThrough), "quant")
 
 
 def _check_one_of(value, classes, name) -> None:

@@ -23,7 +23,7 @@ def blocks(t: Array) -> Array:
     """`[..., D]` as `[..., ceil(D / 32), 32]`, the last block filled up with zeros (False)."""
     missing = -t.shape[-1] % BLOCK
     t = jnp.pad(t, [(0, 0)] * (t.ndim - 1) + [(0, missing)])
-    return t.reshape(*t.shape[:-1], -1, BLOCK)
+    return t.reshape(*t.shape[:-1], t.shape[-1] // BLOCK, BLOCK)
 
 
 def scaled(n: Float[Array, ...], form: Format, scale_alg: int, where: Array | None) -> tuple[Array, Array, Array]:
@@ -58,7 +58,7 @@ def scaled(n: Float[Array, ...], form: Format, scale_alg: int, where: Array | No
     v = jnp.where(used, grouped * factor, 0)
 
     def flat(t):
-        return jnp.broadcast_to(t, grouped.shape).reshape(*n.shape[:-1], -1)[..., :size]
+        return jnp.broadcast_to(t, grouped.shape).reshape(*n.shape[:-1], grouped.shape[-2] * BLOCK)[..., :size]
 
     return flat(v), byte[..., 0].astype(jnp.uint8), flat(field != NAN_BYTE)
 
