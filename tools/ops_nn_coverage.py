@@ -23,7 +23,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "ops_nn.md"
 HEAD = """# ops-nn's normalization operators
 
 Huawei CANN's ops-nn has 75 operators in its norm family. This table gives our counterpart of each and a call:
-every expression is run by the tests, over the arrays that `tools/ops_nn_coverage.py` makes. ops-nn's thirty fused quantised
+every expression is run by the tests, over arrays that `tools/ops_nn_coverage.py` makes. ops-nn's thirty quantised
 names are one argument here, `quant=`. Names and attributes are those of the norm folder of the ops-nn repository.
 
 **{covered} of {total}** have a working counterpart. Written by `python tools/ops_nn_coverage.py`.
