@@ -123,9 +123,9 @@ class StepReport:
             flops, moved = sum(op.flops for op in mine) / 1e9, sum(op.bytes for op in mine) / 1e6
             n = sum(op.times for op in mine)
             lines.append(f"{kind:<20} {us:10.1f} {us / total:6.0%} {n:>8} {flops:10.3f} {moved:10.2f}")
-        lines += ["", f"{'largest kernels':<28} {'unit':<7} {'us':>10} {'share':>6} {'times':>6}  where"]
+        lines += ["", f"{'largest kernels':<36} {'unit':<7} {'us':>10} {'share':>6} {'times':>6}  where"]
         for op in sorted(self.ops, key=lambda op: -op.us)[:10]:
-            lines.append(f"{op.name:<28} {op.unit:<7} {op.us:10.1f} {op.us / total:6.0%} {op.times:>6}  {op.where}")
+            lines.append(f"{op.name:<36} {op.unit:<7} {op.us:10.1f} {op.us / total:6.0%} {op.times:>6}  {op.where}")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 

@@ -137,10 +137,16 @@ class _Body:
         self.grid = grid
         self.out: list[Stmt] = []
         self.counter = counter if counter is not None else [0]
+        self.caller = "unknown line"
 
     def fresh(self, prefix: str = "t") -> str:
         self.counter[0] += 1
         return f"{prefix}{self.counter[0]}"
+
+    def line(self, eqn: Any) -> str:
+        """Source line of an equation; library functions traced earlier have none, then that of their call."""
+        line = adapter.source_line(eqn)
+        return self.caller if line == "unknown line" else line
 
     def read(self, env: dict[Any, Any], atom: Any) -> Any:
         if not adapter.is_literal(atom):
@@ -178,7 +184,7 @@ class _Body:
             self.inline(eqn, inner, env)
         elif name in ("while", "dma_start", "dma_wait", "semaphore_signal", "semaphore_wait", "run_scoped"):
             remedy = "use a loop with constant bounds" if name == "while" else "write it with `sim_npu.builder`"
-            raise UnsupportedKernel(f"`{name}` at {adapter.source_line(eqn)} has no rule: {remedy}.")
+            raise UnsupportedKernel(f"`{name}` at {self.line(eqn)} has no rule: {remedy}.")
         elif name == "multiple_of":
             env[eqn.outvars[0]] = self.read(env, eqn.invars[0])
         elif name in ("debug_callback", "debug_print"):
@@ -190,7 +196,9 @@ class _Body:
         local = {v: self.read(env, a) for v, a in zip(inner.jaxpr.invars, eqn.invars)}
         for var, value in zip(inner.jaxpr.constvars, inner.consts):
             local[var] = _Array("const", tuple(value.shape), value.dtype.name, tuple(value.shape))
+        caller, self.caller = self.caller, self.line(eqn)
         self.run(inner.jaxpr, local)
+        self.caller = caller
         for var, atom in zip(eqn.outvars, inner.jaxpr.outvars):
             env[var] = self.read(local, atom)
 
@@ -202,7 +210,7 @@ class _Body:
             env[eqn.outvars[0]] = UNKNOWN
             return
         index = adapter.ref_index(eqn)
-        where = adapter.source_line(eqn)
+        where = self.line(eqn)
         if eqn.primitive.name == "get":
             var = eqn.outvars[0]
             shape = tuple(var.aval.shape)
@@ -255,7 +263,7 @@ class _Body:
 
     def scan(self, eqn: Any, env: dict[Any, Any], uses: dict[Any, int]) -> None:
         parts = adapter.scan_parts(eqn)
-        where = adapter.source_line(eqn)
+        where = self.line(eqn)
         operands = [self.read(env, a) for a in eqn.invars]
         body = _Body(self.grid, self.counter)
         inner = parts.body.jaxpr
@@ -297,7 +305,7 @@ class _Body:
     def cond(self, eqn: Any, env: dict[Any, Any]) -> None:
         index = self.read(env, eqn.invars[0])
         predicate: Expr = UNKNOWN if isinstance(index, _Array) else index
-        where = adapter.source_line(eqn)
+        where = self.line(eqn)
         tiles = [None if _is_scalar_int(v.aval) else self.fresh("b") for v in eqn.outvars]
         branches = []
         for closed in adapter.cond_parts(eqn):
@@ -326,7 +334,7 @@ class _Body:
         if (viewed := self.view(eqn, arrays)) is not None:
             env |= dict(zip(eqn.outvars, viewed))
             return
-        where = adapter.source_line(eqn)
+        where = self.line(eqn)
         first = eqn.outvars[0].aval
         shape, dtype = tuple(first.shape), first.dtype.name
         reads = tuple(a.dtype for a in arrays if a.name != "const") or (dtype,)
@@ -383,7 +391,7 @@ class _Body:
             if math.prod(source.stored) == 1:
                 return [_Array(source.name, shape, source.dtype, ())]
             tile = self.fresh()
-            where = adapter.source_line(eqn)
+            where = self.line(eqn)
             self.emit("move", "move", source.shape, source.dtype, tile, shape, source.dtype, (source,), where=where)
             return [_Array(tile, shape, source.dtype, shape)]
         if name == "convert_element_type" and arrays[0].dtype == out.dtype.name:

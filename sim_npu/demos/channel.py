@@ -88,7 +88,7 @@ def channel_stats(
 def _merge(sums: jax.Array, squares: jax.Array, n: int, per_part: int, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """Chan's merge of partial sums in the order of the parts; the last part holds what is left of `n`."""
     parts, c = sums.shape
-    width = min(c, 256)
+    width = min(c, 128)
 
     def merge(sum_ref, square_ref, mean_ref, m2_ref):
         def add_part(p, carry):
