@@ -107,15 +107,16 @@ def rms_norm_chunked(
 ) -> jax.Array:
     """Row norm with resident rows, worked on in chunks: float32 temporaries of a chunk, not of a row.
 
-    Args and result as `rms_norm`; `plan.chunk` must be a power of two (default 1024).
+    Args and result as `rms_norm`; `plan.chunk` must be a power of two (1024 by default, less for short rows).
     """
     plan = plan or TilePlan()
     n, d = x.shape
-    chunk = plan.chunk or 1024
+    chunk = plan.chunk or min(1024, pl.next_power_of_2(d))
     if chunk & (chunk - 1):
         raise ValueError(f"`plan.chunk` must be a power of two, so that lanes fill; got {chunk}.")
     padded = pl.cdiv(d, chunk) * chunk
-    rows = min(plan.rows or max(1, min(16, UB_FOR_ROWS // (6 * max(d, chunk) * x.dtype.itemsize))), n)
+    per_row = 4 * x.dtype.itemsize * padded + 13 * chunk  # x and y twice; two float32 temporaries and masks of a chunk
+    rows = min(plan.rows or max(1, min(16, (UB_FOR_ROWS - 8 * padded) // per_row)), n)
     turns, tail = d // chunk, d % chunk
 
     def kernel(x_ref, scale_ref, y_ref):
