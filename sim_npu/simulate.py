@@ -104,7 +104,9 @@ def _trace(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[TileProgr
     calls = pallas_adapter.kernel_calls(fn, *args, **kwargs)
     if not calls:
         name = getattr(fn, "__name__", fn)
-        raise ValueError(f"`fn` ({name}) calls no Pallas kernel; lay out a whole step with `sim_npu.layout` instead.")
+        raise ValueError(
+            f"`fn` ({name}) calls no Pallas kernel; lay out a whole step with `sim_npu.simulate_step` instead."
+        )
     return tuple(translate(call) for call in calls)
 
 

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -129,6 +130,11 @@ class StepReport:
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        from sim_npu.pictures import step_svg  # the pictures import this class
+
+        return f"<div>{step_svg(self)}<pre>{html.escape(str(self))}</pre></div>"
+
 
 @dataclass
 class _Group:
@@ -143,7 +149,7 @@ class _Group:
     closed: bool = False
 
 
-def layout(
+def simulate_step(
     fn: Callable,
     *args: Any,
     chip: str | ChipSpec = "910b2",
@@ -166,7 +172,7 @@ def layout(
       ValueError: for an unknown format.
 
     >>> import jax.numpy as jnp
-    >>> step = layout(lambda x, w: jnp.tanh(x @ w), ((512, 512), "float16"), ((512, 512), "float16"))
+    >>> step = simulate_step(lambda x, w: jnp.tanh(x @ w), ((512, 512), "float16"), ((512, 512), "float16"))
     >>> [op.kind for op in step.ops]
     ['format conversion', 'format conversion', 'matrix product', 'element-wise']
     """

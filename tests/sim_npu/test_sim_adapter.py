@@ -95,8 +95,8 @@ def test_a_ref_the_kernel_copies_itself_is_refused():
         simulate(_one_step(kernel, in_specs=[pl.BlockSpec(memory_space=pl.ANY)]), S((8, 128), "float32"))
 
 
-def test_a_function_without_kernels_is_refused_and_pointed_to_layout():
-    with pytest.raises(ValueError, match="calls no Pallas kernel.*sim_npu.layout"):
+def test_a_function_without_kernels_is_refused_and_pointed_to_simulate_step():
+    with pytest.raises(ValueError, match="calls no Pallas kernel.*sim_npu.simulate_step"):
         simulate(lambda x: x + 1, S((8,), "float32"))
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import sim_npu
-from sim_npu import ChipSpec, TilePlan, demos, get_chip, layout, rank_plans, simulate
+from sim_npu import ChipSpec, TilePlan, demos, get_chip, rank_plans, simulate, simulate_step
 from sim_npu.plan import enumerate_plans
 from sim_npu.simulate import programs_of
 
@@ -42,7 +42,17 @@ def test_pallas_structures_are_read_in_one_file_only():
 
 
 def test_the_public_names_are_exported():
-    for name in ("simulate", "best_plan", "explain", "compare", "layout", "hints", "get_chip", "ChipSpec", "TilePlan"):
+    for name in (
+        "simulate",
+        "best_plan",
+        "explain",
+        "compare",
+        "simulate_step",
+        "hints",
+        "get_chip",
+        "ChipSpec",
+        "TilePlan",
+    ):
         assert hasattr(sim_npu, name)
 
 
@@ -125,7 +135,7 @@ def test_a_whole_chip_can_be_described_from_nothing():
         (lambda: TilePlan(rows=0), "`rows` of a TilePlan must be at least 1 or None; got 0"),
         (lambda: TilePlan(queue_depth=0), "`queue_depth` of a TilePlan must be at least 1; got 0"),
         (lambda: TilePlan(residency="both"), "`residency` of a TilePlan must be one of.*'both'"),
-        (lambda: layout(lambda x: x, ((4,), "float32"), formats="nz"), "`formats` must be one of.*'nz'"),
+        (lambda: simulate_step(lambda x: x, ((4,), "float32"), formats="nz"), "`formats` must be one of.*'nz'"),
     ],
 )
 def test_mistakes_name_the_argument(call, message):
@@ -162,7 +172,7 @@ def structs():
 
 
 def test_a_train_step_counts_every_product_and_adds_up():
-    step = layout(train_step, *structs())
+    step = simulate_step(train_step, *structs())
     products = [op for op in step.ops if op.kind == "matrix product"]
 
     # forward 2, backward: both weights' gradients and the first layer's output
@@ -175,9 +185,9 @@ def test_a_train_step_counts_every_product_and_adds_up():
 
 
 def test_fusing_and_keeping_the_cubes_format_both_save_time():
-    plain = layout(train_step, *structs(), fuse=False)
-    fused = layout(train_step, *structs())
-    fractal = layout(train_step, *structs(), formats="fractal")
+    plain = simulate_step(train_step, *structs(), fuse=False)
+    fused = simulate_step(train_step, *structs())
+    fractal = simulate_step(train_step, *structs(), formats="fractal")
 
     assert plain.total_us > fused.total_us > fractal.total_us
     assert len(plain.ops) > len(fused.ops) > len(fractal.ops)
@@ -185,7 +195,7 @@ def test_fusing_and_keeping_the_cubes_format_both_save_time():
 
 
 def test_a_fused_chain_moves_its_ends_only():
-    step = layout(lambda x: jnp.tanh(x * 2 + 1), ((1000, 64), "float32"))
+    step = simulate_step(lambda x: jnp.tanh(x * 2 + 1), ((1000, 64), "float32"))
 
     (op,) = step.ops
     assert op.bytes == 2 * 1000 * 64 * 4
@@ -197,7 +207,7 @@ def test_a_loop_multiplies_its_body_and_a_pallas_kernel_is_simulated():
         return y
 
     args = ((512, 256), "float32"), ((256,), "float32")
-    step = layout(fn, *args)
+    step = simulate_step(fn, *args)
     kernel = next(op for op in step.ops if op.kind == "Pallas kernel")
 
     assert kernel.times == 7
@@ -208,7 +218,7 @@ def test_a_convolution_counts_its_flops():
     def conv(x, w):
         return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
-    step = layout(conv, ((8, 14, 14, 32), "float16"), ((3, 3, 32, 64), "float16"))
+    step = simulate_step(conv, ((8, 14, 14, 32), "float16"), ((3, 3, 32, 64), "float16"))
     (op,) = [op for op in step.ops if op.kind == "convolution"]
 
     assert op.flops == 2 * 8 * 14 * 14 * 64 * 3 * 3 * 32

@@ -151,3 +151,14 @@ def test_explain_and_compare_name_the_bound_and_the_change(report):
     assert f"{report.total_us / slow.total_us - 1:+.1%}" in compare([slow, report])
     with pytest.raises(ValueError, match="`reports` must not be empty"):
         compare([])
+
+
+def test_a_steps_picture_has_one_box_per_kernel():
+    from sim_npu import simulate_step
+    from sim_npu.pictures import step_svg
+
+    step = simulate_step(lambda x, w: (x @ w).sum(), ((64, 64), "float16"), ((64, 64), "float16"))
+    root = ElementTree.fromstring(step_svg(step))
+
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}title"))) == len(step.ops) > 2
+    assert step._repr_html_().startswith("<div><svg")
