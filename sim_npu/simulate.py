@@ -12,7 +12,7 @@ from sim_npu import pallas_adapter
 from sim_npu.chips import ChipSpec, get_chip
 from sim_npu.cost import BodyCost, body_cost
 from sim_npu.explicit import explicit_events, with_explicit_copies
-from sim_npu.footprint import CapacityError, UbMap, moves, ub_map
+from sim_npu.footprint import CapacityError, UbMap, queue_depths, ub_map
 from sim_npu.ir import TileProgram
 from sim_npu.memory import Traffic, copy_cycles, core_rates, traffic
 from sim_npu.plan import TilePlan, is_tunable
@@ -130,8 +130,7 @@ def simulate_program(
     ub = ub or ub_map(program, chip, plan)
     sched = schedule(program, chip, plan)
     bodies = [body_cost(program.body, chip, ub, kind.choose) for kind in sched.kinds]
-    depth = {b.name: plan.queue_depth for b in program.blocks if moves(b, program.grid)}
-    depth |= {q.name: q.depth for q in program.queues}
+    depth = queue_depths(program, chip, plan)
     if program.queues:
         sched = with_explicit_copies(program, sched)
     moved = traffic(program, sched, chip, cache)

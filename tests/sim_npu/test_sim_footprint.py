@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim_npu import CapacityError, TilePlan, demos, get_chip, programs_of, simulate
-from sim_npu.footprint import temporaries, ub_map
+from sim_npu.footprint import queue_depths, temporaries, ub_map
 from sim_npu.ir import CubeOp, Loop, VecOp, When, tile_bytes
 
 DTYPES = ["float32", "float16", "bfloat16"]
@@ -125,3 +125,13 @@ def test_a_kernel_without_tilings_is_told_to_use_smaller_blocks():
 
     with pytest.raises(CapacityError, match="use smaller blocks"):
         simulate(fn, ((4096, 4096), "float32"), ((4096,), "float32"))
+
+
+def test_a_queue_position_has_eight_buffers_and_small_tiles_give_theirs_up():
+    args = demos.channel_grad.example_arrays((4, 256, 2000), "float32")
+    (program,) = programs_of(demos.channel_grad, *args)
+    depths = queue_depths(program, get_chip("910b2"), TilePlan(queue_depth=2))
+
+    inputs = {n: d for n, d in depths.items() if n.startswith("in")}
+    assert sum(inputs.values()) == 8 and inputs["in0"] == inputs["in1"] == 2  # dy and x keep two buffers
+    assert "fewer buffers than the plan's depth" in str(simulate(demos.channel_grad, *args))
