@@ -344,3 +344,11 @@ def source_line(eqn: Any) -> str:
 def is_literal(atom: Any) -> bool:
     """Whether a jaxpr operand is a constant written into the equation."""
     return isinstance(atom, jex.Literal)
+
+
+def masked_access(eqn: Any) -> tuple[Any, Any, Any]:
+    """(Ref, stored value or None, mask or None) of `masked_load`, `masked_swap` and `atomic_rmw`."""
+    ref, _, third, fourth = eqn.params["args_tree"].unflatten(eqn.invars)
+    if eqn.primitive.name == "masked_load":
+        return ref, None, third
+    return ref, third, fourth

@@ -118,3 +118,18 @@ def test_tracing_runs_nothing():
         return mixed(x, jnp.ones(2))
 
     assert len(kernel_calls(fn, CASES["mixed"][1][0])) == 1 and ran == []
+
+
+def test_masked_loads_and_stores_are_selections():
+    plgpu = pytest.importorskip("jax.experimental.pallas.triton")
+
+    def kernel(x_ref, y_ref):
+        inside = jax.lax.broadcasted_iota(jnp.int32, (8, 128), 1) < 100
+        y = plgpu.load(x_ref.at[:, :], mask=inside, other=0.0) * 2.0
+        plgpu.store(y_ref.at[:, :], y, mask=inside)
+
+    (program,) = programs_of(_one_step(kernel), S((8, 128), "float32"))
+
+    ops = [(s.op, s.kind) for s in program.body]
+    assert ("masked load", "select") in ops and ("masked store", "select") in ops and not program.unknown()
+    assert program.body[-1].out == "out0"
