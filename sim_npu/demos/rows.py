@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from sim_npu.plan import TilePlan
 
 UB_FOR_ROWS = 160 * 1024  # bytes of unified buffer that a default plan fills, leaving room for statistics
+UB_FOR_CHUNKS = 184 * 1024  # with temporaries of a chunk only, less needs to be left
 
 
 def _bytes_per_element(dtype: Any) -> int:
@@ -41,7 +42,7 @@ def default_plan(shape: tuple[int, ...], dtype: Any) -> TilePlan:
     if fit >= 1:
         return TilePlan(rows=min(fit, aim), residency="row")
     padded = pl.cdiv(d, 1024) * 1024
-    if 5 * itemsize * padded + 24 * 1024 <= UB_FOR_ROWS:  # x and y twice, the scale once; temporaries of a chunk
+    if 5 * itemsize * padded + 13 * 1024 <= UB_FOR_CHUNKS:  # x and y twice, the scale once; temporaries of a chunk
         return TilePlan(rows=1, chunk=1024, residency="row")
     return TilePlan(rows=1, chunk=4096, residency="stream")
 
