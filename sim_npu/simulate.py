@@ -11,7 +11,7 @@ import jax
 from sim_npu import pallas_adapter
 from sim_npu.chips import ChipSpec, get_chip
 from sim_npu.cost import BodyCost, body_cost
-from sim_npu.explicit import explicit_events, with_explicit_copies
+from sim_npu.explicit import check_copies, explicit_events, with_explicit_copies
 from sim_npu.footprint import CapacityError, UbMap, queue_depths, ub_map
 from sim_npu.ir import TileProgram
 from sim_npu.memory import Traffic, copy_cycles, core_rates, traffic
@@ -128,6 +128,7 @@ def simulate_program(
 ) -> KernelResult:
     """One kernel; the plan must fit (`ub_map(...).fits`)."""
     ub = ub or ub_map(program, chip, plan)
+    check_copies(program, chip)
     sched = schedule(program, chip, plan)
     bodies = [body_cost(program.body, chip, ub, kind.choose) for kind in sched.kinds]
     depth = queue_depths(program, chip, plan)

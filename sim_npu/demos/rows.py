@@ -67,7 +67,13 @@ def example_arrays(shape: tuple[int, ...], dtype: Any) -> tuple[jax.ShapeDtypeSt
 
 
 def rms_norm(
-    x: jax.Array, scale: jax.Array, *, eps: float = 1e-6, plan: TilePlan | None = None, interpret: bool = False
+    x: jax.Array,
+    scale: jax.Array,
+    *,
+    eps: float = 1e-6,
+    plan: TilePlan | None = None,
+    interpret: bool = False,
+    compiler_params: Any = None,
 ) -> jax.Array:
     """Row norm, statistics and product in float32, rounded once.
 
@@ -78,6 +84,7 @@ def rms_norm(
       plan: tiling; by default rows stay resident while they fit. A chunk with resident rows gives
         `rms_norm_chunked`, residency "stream" gives `rms_norm_stream`.
       interpret: run in Pallas' interpreter.
+      compiler_params: of the platform, such as Triton's; a streamed row has its own.
 
     Returns:
       `[N, D]` in x's dtype.
@@ -90,7 +97,7 @@ def rms_norm(
     if plan.chunk is None and plan.residency is None and plan.rows is None:
         plan = start
     if plan.chunk is not None:
-        return rms_norm_chunked(x, scale, eps=eps, plan=plan, interpret=interpret)
+        return rms_norm_chunked(x, scale, eps=eps, plan=plan, interpret=interpret, compiler_params=compiler_params)
     n, d = x.shape
     rows = min(plan.rows or start.rows or 1, n)
 
@@ -100,11 +107,17 @@ def rms_norm(
         rstd = 1.0 / jnp.sqrt(mean + eps)
         y_ref[...] = (v * rstd * scale_ref[...].astype(jnp.float32)).astype(y_ref.dtype)
 
-    return _call(kernel, "rms_norm", x, scale, rows, interpret)
+    return _call(kernel, "rms_norm", x, scale, rows, interpret, compiler_params)
 
 
 def rms_norm_chunked(
-    x: jax.Array, scale: jax.Array, *, eps: float = 1e-6, plan: TilePlan | None = None, interpret: bool = False
+    x: jax.Array,
+    scale: jax.Array,
+    *,
+    eps: float = 1e-6,
+    plan: TilePlan | None = None,
+    interpret: bool = False,
+    compiler_params: Any = None,
 ) -> jax.Array:
     """Row norm with resident rows, worked on in chunks: float32 temporaries of a chunk, not of a row.
 
@@ -141,7 +154,7 @@ def rms_norm_chunked(
 
         jax.lax.fori_loop(0, pl.cdiv(d, chunk), write, 0)
 
-    return _call(kernel, "rms_norm_chunked", x, scale, rows, interpret, width=padded)
+    return _call(kernel, "rms_norm_chunked", x, scale, rows, interpret, compiler_params, width=padded)
 
 
 def rms_norm_stream(
@@ -200,8 +213,17 @@ def rms_norm_stream(
     )(x, scale.reshape(1, d))
 
 
-def _call(kernel: Any, name: str, x: jax.Array, scale: jax.Array, rows: int, interpret: bool, width: int | None = None):
-    """One pass over blocks of whole rows; `width` pads the block, not the array."""
+def _call(
+    kernel: Any,
+    name: str,
+    x: jax.Array,
+    scale: jax.Array,
+    rows: int,
+    interpret: bool,
+    compiler_params: Any,
+    width: int | None = None,
+) -> jax.Array:
+    """One pass over blocks of whole rows; `width` pads the block, not the array. No step depends on another."""
     n, d = x.shape
     block = width or d
     return pl.pallas_call(
@@ -211,7 +233,7 @@ def _call(kernel: Any, name: str, x: jax.Array, scale: jax.Array, rows: int, int
         in_specs=[pl.BlockSpec((rows, block), lambda i: (i, 0)), pl.BlockSpec((1, block), lambda i: (0, 0))],
         out_specs=pl.BlockSpec((rows, block), lambda i: (i, 0)),
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        compiler_params=compiler_params,
         interpret=interpret,
     )(x, scale.reshape(1, d))
 

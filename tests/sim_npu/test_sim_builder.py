@@ -93,6 +93,16 @@ def test_copies_of_bytes_use_the_padding_form():
     assert b.build().body == (Copy("x", "in", 1, 100, pad=True),)
 
 
+def test_a_chip_without_datacopypad_refuses_odd_pieces():
+    b = Builder("odd", grid=(1,))
+    x = b.queue_in("x", (50,), "float16")
+    b.data_copy_pad(x, burst_bytes=100)
+
+    assert simulate(b.build(), chip="910b2").total_us > 0
+    with pytest.raises(ValueError, match="100 B of queue x with DataCopyPad, which 310p does not have"):
+        simulate(b.build(), chip="310p")
+
+
 def test_a_workspace_merge_pays_a_synchronisation_and_atomics_pay_for_their_queue():
     merge, atomic = workspace_merge(256), atomic_merge(256)
 

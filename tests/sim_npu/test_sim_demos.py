@@ -119,3 +119,41 @@ def test_every_kernel_is_simulated_on_every_chip(name, chip):
     report = simulate(fn, *fn.example_arrays((256, 512), jnp.bfloat16), chip=chip)
 
     assert report.total_us > sum(k.traffic.bound_us for k in report.kernels) and not report.unknown
+
+
+TPU_TILINGS = {
+    "rms_norm": ((64, 1024), TilePlan(rows=8, residency="row")),
+    "rms_norm_chunked": ((64, 1000), TilePlan(rows=8, chunk=128)),
+    "rms_norm_stream": ((64, 4000), TilePlan(rows=8, chunk=1024)),
+    "channel_stats": ((4096, 128), TilePlan(rows=8)),
+}
+
+
+@pytest.mark.parametrize("name", TPU_TILINGS)
+def test_the_same_kernel_lowers_for_tpu_without_one(name):
+    fn, (shape, plan) = getattr(demos, name), TPU_TILINGS[name]
+
+    lowered = (
+        jax.jit(lambda *a: fn(*a, plan=plan))
+        .trace(*fn.example_arrays(shape, jnp.float32))
+        .lower(lowering_platforms=("tpu",))
+    )
+
+    assert "tpu_custom_call" in lowered.as_text()
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "rms_norm_chunked"])
+def test_row_kernels_lower_for_triton_without_a_gpu(name):
+    pltriton = pytest.importorskip("jax.experimental.pallas.triton")
+    fn, (shape, plan) = getattr(demos, name), TPU_TILINGS[name]
+    params = pltriton.CompilerParams(num_warps=4, num_stages=1)
+    gpu = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", None, "cuda")
+    mesh = jax.sharding.AbstractMesh((1,), ("device",), abstract_device=gpu)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(lambda *a: fn(*a, plan=plan, compiler_params=params)).trace(
+            *fn.example_arrays(shape, jnp.float32)
+        )
+        lowered = traced.lower(lowering_platforms=("cuda",))
+
+    assert "triton" in lowered.as_text()
