@@ -120,15 +120,16 @@ def ub_map(program: TileProgram, chip: ChipSpec, plan: TilePlan) -> UbMap:
 def queue_depths(program: TileProgram, chip: ChipSpec, plan: TilePlan) -> dict[str, int]:
     """Buffers of each moving block's queue: the plan's depth, within the buffers a queue position has.
 
-    A position (all inputs, or all outputs) has `max_queue_depth` buffers in hardware; beyond, the smallest tiles give
-    theirs up first, since a small copy hides least.
+    A position (all inputs, or all outputs) has `max_queue_depth` buffers in hardware, and a pair of units `event_ids`
+    flags to hand them over; beyond, the smallest tiles give theirs up first, since a small copy hides least.
     """
     depths: dict[str, int] = {}
     for role in ("in", "out"):
         mine = [b for b in program.blocks if b.role == role and b.space == "ub" and moves(b, program.grid)]
         mine.sort(key=lambda b: tile_bytes(b.block_shape, b.dtype))
         depth = dict.fromkeys((b.name for b in mine), plan.queue_depth)
-        while sum(depth.values()) > chip.max_queue_depth and max(depth.values()) > 1:
+        limit = min(chip.max_queue_depth, chip.event_ids)
+        while sum(depth.values()) > limit and max(depth.values()) > 1:
             name = next(n for n, d in depth.items() if d > 1)
             depth[name] -= 1
         depths |= depth

@@ -83,7 +83,7 @@ def programs_of(fn: Kernel, *args: Any, plan: TilePlan | None = None, **kwargs: 
         return (fn,)
     if not callable(fn):
         return tuple(fn)
-    shaped = tuple(jax.tree.map(as_shape, a, is_leaf=_is_shape) for a in args)
+    shaped = shapes_of(args)
     if is_tunable(fn):
         kwargs = kwargs | {"plan": (plan or TilePlan()).tiling()}
     try:
@@ -112,6 +112,11 @@ def _trace(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[TileProgr
 
 def _is_shape(arg: Any) -> bool:
     return isinstance(arg, tuple) and len(arg) == 2 and isinstance(arg[0], tuple) and not isinstance(arg[1], tuple)
+
+
+def shapes_of(args: tuple) -> tuple:
+    """`args` with a ShapeDtypeStruct in place of every array and every `(shape, dtype)` pair, nested as they are."""
+    return tuple(jax.tree.map(as_shape, a, is_leaf=_is_shape) for a in args)
 
 
 def as_shape(arg: Any) -> Any:

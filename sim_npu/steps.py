@@ -21,7 +21,7 @@ from sim_npu import pallas_adapter as adapter
 from sim_npu.chips import ChipSpec, get_chip
 from sim_npu.ir import dtype_bytes
 from sim_npu.plan import TilePlan
-from sim_npu.simulate import as_shape, simulate_program
+from sim_npu.simulate import shapes_of, simulate_program
 from sim_npu.translate import translate
 
 FORMATS = ("nd", "fractal")
@@ -179,7 +179,7 @@ def simulate_step(
     if formats not in FORMATS:
         raise ValueError(f"`formats` must be one of {FORMATS}; got {formats!r}.")
     spec = get_chip(chip)
-    jaxpr = adapter.trace(fn, *(as_shape(a) for a in args), **kwargs)
+    jaxpr = adapter.trace(fn, *shapes_of(args), **kwargs)
     walker = _Walker(spec, fuse, formats, cache)
     walker.walk(jaxpr.jaxpr, 1)
     return StepReport(

@@ -133,3 +133,32 @@ def test_masked_loads_and_stores_are_selections():
     ops = [(s.op, s.kind) for s in program.body]
     assert ("masked load", "select") in ops and ("masked store", "select") in ops and not program.unknown()
     assert program.body[-1].out == "out0"
+
+
+def test_prefetched_scalars_are_unknown_and_said_so():
+    def fn(index, x):
+        def kernel(index_ref, x_ref, y_ref):
+            y_ref[...] = x_ref[...] * 2.0
+
+        spec = pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(8,),
+            in_specs=[pl.BlockSpec((8, 128), lambda i, s: (s[i], 0))],
+            out_specs=pl.BlockSpec((8, 128), lambda i, s: (i, 0)),
+        )
+        return pl.pallas_call(kernel, grid_spec=spec, out_shape=S((64, 128), jnp.float32))(index, x)
+
+    (k,) = simulate(fn, S((8,), "int32"), S((64, 128), "float32")).kernels
+
+    assert k.traffic.reads == 64 * 128 * 4 and "Scalar-prefetch" in k.program.notes[0]
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "softmax"])
+def test_kernels_written_by_others_are_read(name):
+    module = pytest.importorskip(f"jax.experimental.pallas.ops.gpu.{name}")
+    fn, x = getattr(module, name), S((64, 1024) if name == "softmax" else (4, 16, 1024), "float32")
+    weights = () if name == "softmax" else (S((1024,), "float32"),) * 2
+
+    report = simulate(lambda *a: fn(*a), x, *weights)
+
+    assert report.kernels[0].traffic.writes == 64 * 1024 * 4 and not report.unknown

@@ -165,14 +165,8 @@ def train_step(weights, x, y):
 STEP = ([((256, 512), "bfloat16"), ((512, 128), "bfloat16")], ((1024, 256), "bfloat16"), ((1024, 128), "bfloat16"))
 
 
-def structs():
-    weights, x, y = STEP
-    make = lambda s: jax.ShapeDtypeStruct(s[0], s[1])  # noqa: E731
-    return [make(w) for w in weights], make(x), make(y)
-
-
 def test_a_train_step_counts_every_product_and_adds_up():
-    step = simulate_step(train_step, *structs())
+    step = simulate_step(train_step, *STEP)
     products = [op for op in step.ops if op.kind == "matrix product"]
 
     # forward 2, backward: both weights' gradients and the first layer's output
@@ -185,9 +179,9 @@ def test_a_train_step_counts_every_product_and_adds_up():
 
 
 def test_fusing_and_keeping_the_cubes_format_both_save_time():
-    plain = simulate_step(train_step, *structs(), fuse=False)
-    fused = simulate_step(train_step, *structs())
-    fractal = simulate_step(train_step, *structs(), formats="fractal")
+    plain = simulate_step(train_step, *STEP, fuse=False)
+    fused = simulate_step(train_step, *STEP)
+    fractal = simulate_step(train_step, *STEP, formats="fractal")
 
     assert plain.total_us > fused.total_us > fractal.total_us
     assert len(plain.ops) > len(fused.ops) > len(fractal.ops)
