@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from sim_npu.explicit import check_copies, explicit_events, with_explicit_copies
 from sim_npu.footprint import CapacityError, UbMap, queue_depths, ub_map
 from sim_npu.ir import TileProgram
 from sim_npu.memory import Traffic, copy_cycles, core_rates, traffic
+from sim_npu.oprules import FREE
 from sim_npu.plan import TilePlan, is_tunable
 from sim_npu.profiles import shipped_us
 from sim_npu.result import KernelResult, SimReport
@@ -101,13 +104,20 @@ def _trace_cached(fn: Callable, key: tuple) -> tuple[TileProgram, ...]:
 
 
 def _trace(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[TileProgram, ...]:
-    calls = pallas_adapter.kernel_calls(fn, *args, **kwargs)
+    jaxpr = pallas_adapter.trace(fn, *args, **kwargs).jaxpr
+    calls = pallas_adapter.calls_in(jaxpr)
     if not calls:
         name = getattr(fn, "__name__", fn)
         raise ValueError(
             f"`fn` ({name}) calls no Pallas kernel; lay out a whole step with `sim_npu.simulate_step` instead."
         )
-    return tuple(translate(call) for call in calls)
+    programs = [translate(call) for call in calls]
+    outside = Counter(pallas_adapter.outside_kernels(jaxpr, FREE))
+    if outside:
+        names = ", ".join(name if n == 1 else f"{name} ({n})" for name, n in outside.items())
+        note = f"Outside the kernels, not included (see simulate_step): {names}."
+        programs[0] = dataclasses.replace(programs[0], notes=(*programs[0].notes, note))
+    return tuple(programs)
 
 
 def _is_shape(arg: Any) -> bool:

@@ -20,12 +20,12 @@ from typing import Any
 from sim_npu import pallas_adapter as adapter
 from sim_npu.chips import ChipSpec, get_chip
 from sim_npu.ir import dtype_bytes
+from sim_npu.oprules import FREE
 from sim_npu.plan import TilePlan
 from sim_npu.simulate import shapes_of, simulate_program
 from sim_npu.translate import translate
 
 FORMATS = ("nd", "fractal")
-FREE = {"reshape", "squeeze", "expand_dims", "stop_gradient", "broadcast_in_dim", "iota", "copy", "slice", "pvary"}
 FUSING = {
     *(
         "add",

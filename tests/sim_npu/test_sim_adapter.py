@@ -162,3 +162,22 @@ def test_kernels_written_by_others_are_read(name):
     report = simulate(lambda *a: fn(*a), x, *weights)
 
     assert report.kernels[0].traffic.writes == 64 * 1024 * 4 and not report.unknown
+
+
+def test_work_outside_the_kernels_is_named_not_hidden():
+    report = simulate(lambda x, s: jnp.tanh(mixed(x * 2, s)) * 3 * 4, *CASES["mixed"][1])
+
+    (note,) = [n for n in report.kernels[0].program.notes if "Outside" in n]
+    assert "mul (3), tanh" in note and note.split("\n")[0] in str(report)
+
+
+@pytest.mark.parametrize("control", ["scan", "cond"])
+def test_a_kernel_in_a_loop_or_branch_is_refused_with_the_remedy(control):
+    def looped(x, s):
+        return jax.lax.fori_loop(0, 3, lambda i, c: c + mixed(x, s), jnp.zeros((4, 8, 512), jnp.bfloat16))
+
+    def chosen(x, s):
+        return jax.lax.cond(s[0] > 0, lambda: mixed(x, s), lambda: jnp.zeros((4, 8, 512), jnp.bfloat16))
+
+    with pytest.raises(UnsupportedKernel, match=f"a kernel inside `{control}` at test_sim_adapter.py.*simulate_step"):
+        simulate(looped if control == "scan" else chosen, *CASES["mixed"][1])
