@@ -8,7 +8,7 @@ from sim_npu import CapacityError, TilePlan, demos, get_chip, programs_of, simul
 from sim_npu.footprint import queue_depths, temporaries, ub_map
 from sim_npu.ir import CubeOp, Loop, VecOp, When, tile_bytes
 
-DTYPES = ["float32", "float16", "bfloat16"]
+DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "int8"]
 
 
 def allocate(program, ub, plan):
@@ -57,6 +57,15 @@ def test_every_row_length_has_a_plan_that_fits_and_allocates_inside_the_buffer(d
 
     assert ub.fits, ub.complaint()
     assert allocate(program, ub, plan) == ub.used <= spec.ub_bytes
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_row_length_is_left_out_between_resident_and_streamed(dtype):
+    spec, plan = get_chip("910b2"), TilePlan()
+    for d in [*range(1, 70_001, 307), *range(8_000, 9_000, 13), 70_000]:
+        (program,) = programs_of(demos.rms_norm, ((96, d), dtype), ((d,), dtype), plan=plan)
+        assert ub_map(program, spec, plan).fits, d
 
 
 @settings(max_examples=25, deadline=None)

@@ -25,8 +25,10 @@ def imported(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
-def test_nothing_but_jax_and_numpy_is_imported_and_nothing_private(path):
-    allowed = {"jax", "jaxlib", "numpy", "sim_npu", "ml_dtypes", ""} | set(__import__("sys").stdlib_module_names)
+def test_nothing_but_jax_and_its_companions_is_imported_and_nothing_private(path):
+    allowed = {"jax", "jaxlib", "jaxtyping", "numpy", "sim_npu", "ml_dtypes", ""} | set(
+        __import__("sys").stdlib_module_names
+    )
 
     for name in imported(path):
         assert name.split(".")[0] in allowed, name
