@@ -170,3 +170,14 @@ def number(value, name: str, *, least: float | None = None) -> float:
     if value != value or (least is not None and value < least):
         raise ValueError(f"`{name}` must be a number" + ("" if least is None else f" >= {least}") + f"; got {value}.")
     return float(value)
+
+
+def split_axis(axis_name):
+    """`axis_name`, if there is one.
+
+    Raises:
+      ValueError: if it is None or empty.
+    """
+    if not names(axis_name):
+        raise ValueError("`axis_name` must name the mesh axis over which rows are split; got None.")
+    return axis_name

@@ -62,7 +62,8 @@ def pooled(config, x, where, shift, eps) -> tuple[Moments, Moments]:
 def apply(config, x, own, rstd, scale, bias, where):
     mean, low, rstd = by_channel(config, x, own, rstd)
     scale, bias = effective(scale, config.scale_offset), wide_or_none(bias)
-    return config.passes.apply(x, mean, low, *folded(rstd, scale, bias), where=where, dtype=config.out_dtype)
+    options = {"where": where, "dtype": config.out_dtype, "batch_invariant": config.batch_invariant}
+    return config.passes.apply(x, mean, low, *folded(rstd, scale, bias), **options)
 
 
 def by_channel(config, x, own, rstd):

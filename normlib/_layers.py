@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from normlib import batch, group, layer, rms
-from normlib.running import update_running
+from normlib.precision import wide_dtype
+from normlib.running import running_weight, update_running
 
 Axes = int | Sequence[int]
 
@@ -63,10 +64,14 @@ def result_dtype(dtype: Any, *arrays: Array | None) -> jnp.dtype:
     return found if jnp.issubdtype(found, jnp.inexact) else jnp.promote_types(jnp.float32, found)
 
 
-def _widened(settings: Any, x: Array, scale: Array | None, bias: Array | None) -> tuple[Array, jnp.dtype]:
-    """(x, result dtype): x in a dtype that holds both itself and the result, so that y is rounded once."""
+def _typed(settings: Any, x: Array, scale: Array | None, bias: Array | None) -> tuple[Array, jnp.dtype]:
+    """(x, dtype of the result), x widened only where its statistics would be narrower than the result.
+
+    The operators compute in float32 at least and round once, so a 16-bit x stays what the backward keeps.
+    """
     out = result_dtype(settings.dtype, x, scale, bias)
-    return x.astype(jnp.promote_types(x.dtype, out)), out
+    enough = jnp.promote_types(wide_dtype(x.dtype), out) == wide_dtype(x.dtype)
+    return (x if enough else x.astype(jnp.promote_types(x.dtype, out))), out
 
 
 def _spread(parameter: Array | None, name: str, x: Array, features: tuple[int, ...]) -> Array | None:
@@ -127,17 +132,17 @@ def layer_norm(
     """
     reduced = sorted_axes(settings.reduction_axes, x.ndim, "reduction_axes")
     features = sorted_axes(settings.feature_axes, x.ndim, "feature_axes")
-    x, out = _widened(settings, x, scale, bias)
+    x, out = _typed(settings, x, scale, bias)
     operator = layer.layer_norm if centered else rms.rms_norm
-    y: Any = operator(
+    return operator(  # type: ignore[return-value]
         x,
         _spread(scale, "scale", x, features),
         _spread(bias, "bias", x, features),
         axis=reduced,
         batch_invariant=settings.batch_invariant,
+        out_dtype=out,
         **_options(settings, x, where, initializing),
     )
-    return y.astype(out)
 
 
 def number_of_groups(channels: int, num_groups: int | None, group_size: int | None) -> int:
@@ -187,17 +192,17 @@ def group_norm(
     reduced = (*range(1, last), last) if axes is None else sorted_axes(axes, x.ndim, "reduction_axes")
     if last not in reduced:
         raise ValueError(f"`reduction_axes`={axes!r} must include the last axis of x, {last}: it holds the channels.")
-    x, out = _widened(settings, x, scale, bias)
-    y = group.group_norm(
+    x, out = _typed(settings, x, scale, bias)
+    return group.group_norm(
         x,
         _spread(scale, "scale", x, (last,)),
         _spread(bias, "bias", x, (last,)),
         num_groups=num_groups,
         reduction_axes=reduced,
         on_single="zero",
+        out_dtype=out,
         **_options(settings, x, where, initializing),
     )
-    return y.astype(out)
 
 
 def instance_norm(
@@ -224,16 +229,16 @@ def instance_norm(
       ValueError: if the feature axes hold the leading one.
     """
     features = instance_features(settings, x)
-    x, out = _widened(settings, x, scale, bias)
-    y = group.instance_norm(
+    x, out = _typed(settings, x, scale, bias)
+    return group.instance_norm(
         x,
         _spread(scale, "scale", x, features),
         _spread(bias, "bias", x, features),
         axis=features,
         on_single="zero",
+        out_dtype=out,
         **_options(settings, x, where, initializing),
     )
-    return y.astype(out)
 
 
 def instance_features(settings: Any, x: Array) -> tuple[int, ...]:
@@ -260,6 +265,8 @@ def check_batch_norm(settings: Any) -> None:
             f"`zero_debias` corrects a moving average with a momentum below 1; got momentum={momentum}. "
             "Leave it off: a cumulative average (momentum=None) has no such bias."
         )
+    if settings.frozen not in (False, True, "statistics"):
+        raise ValueError(f"`frozen` must be False, True or 'statistics'; got {settings.frozen!r}.")
     if settings.frozen and not settings.track_running_stats:
         raise ValueError("`frozen` uses running statistics, which `track_running_stats=False` does without.")
 
@@ -296,17 +303,15 @@ def batch_norm(
     """
     features = sorted_axes(settings.axis, x.ndim, "axis")
     shape = tuple(x.shape[axis] for axis in features)
-    if settings.frozen:
+    if settings.frozen is True:
         scale, bias, running = jax.tree.map(jax.lax.stop_gradient, (scale, bias, running))
-    x, out = _widened(settings, x, scale, bias)
+    x, out = _typed(settings, x, scale, bias)
     scale, bias = (p if p is None else _fitted(p, n, shape, x) for p, n in ((scale, "scale"), (bias, "bias")))
     axis = features[0] if len(features) == 1 else features
     if running is not None and (use_running_average or settings.frozen):
         mean, var = _fitted(running.mean, "mean", shape, x), _fitted(running.var, "var", shape, x)
-        y = batch.batch_norm_inference(
-            x, mean, var, scale, bias, axis=axis, eps=settings.epsilon, scale_offset=settings.scale_offset
-        )
-        return y.astype(out), None
+        options = {"eps": settings.epsilon, "scale_offset": settings.scale_offset, "out_dtype": out}
+        return batch.batch_norm_inference(x, mean, var, scale, bias, axis=axis, **options), None
     shift = None if running is None else jax.lax.stop_gradient(_fitted(running.mean, "mean", shape, x))
     y, moments = batch.batch_norm(
         x,
@@ -318,11 +323,12 @@ def batch_norm(
         running=settings.running,
         shift=shift,
         on_single="zero",
+        out_dtype=out,
         **_options(settings, x, where, initializing),
     )
     if running is None or initializing:
-        return y.astype(out), None
-    return y.astype(out), _updated(settings, running, jax.lax.stop_gradient(moments), shape)
+        return y, None
+    return y, _updated(settings, running, jax.lax.stop_gradient(moments), shape)
 
 
 def _fitted(value: Array, name: str, shape: tuple[int, ...], x: Array) -> Array:
@@ -349,22 +355,10 @@ def _updated(settings: Any, running: Running, moments: Any, shape: tuple[int, ..
     batches = running.num_batches
     if batches is not None:
         batches = batches + counted.astype(batches.dtype)
-        weight = _weight(settings.momentum, batches)  # not as a momentum: 1 - weight would round it away
+        weight = running_weight(batches, settings.momentum)  # not as a momentum: 1 - weight would round it away
         new = [a + weight * (b - a) for a, b in zip(old, new, strict=True)]
     new = [jnp.where(counted, b, a) for a, b in zip(old, new, strict=True)]
     return Running(_stored(new[0], running.mean), _stored(new[1], running.var), batches)
-
-
-def _weight(momentum: float | None, batches: Array) -> Array:
-    """Weight of the newest of `batches` batches (at least one): 1/t, or that of a zero-debiased moving average.
-
-    The debiased average h / (1 - m**t), h the plain moving average from zero, obeys a recurrence of its own with
-    weight (1 - m) / (1 - m**t), so `mean` and `var` hold it directly and evaluation needs no correction.
-    """
-    t = jnp.maximum(batches, 1).astype(jnp.float32)
-    if momentum is None:
-        return 1 / t
-    return (1 - momentum) / -jnp.expm1(t * jnp.log(jnp.float32(momentum)))
 
 
 def _stored(value: Array, like: Array) -> Array:

@@ -10,10 +10,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
+from normlib import quantize
 from normlib._composed import Relu, Swish, composed
 from normlib._per_sample import checked_mask, grouped
 from normlib.moments import Moments
 from normlib.precision import output_dtype
+from normlib.quantize import DualQuantized, Quantized
 from normlib.scope import Scope, axis_size
 
 
@@ -48,7 +50,9 @@ def group_norm_silu(
     rule: str = "reverse",
     rescale: bool = False,
     backend: str | None = None,
-) -> Array:
+    quant=None,
+    norm_round_first: bool = False,
+) -> Array | Quantized | DualQuantized:
     """Group normalization followed by SiLU (Swish), rounded once.
 
         z = group_norm(x) * (scale + scale_offset) + bias;   y = z * sigmoid(beta * z)
@@ -60,10 +64,14 @@ def group_norm_silu(
       num_groups: G; channels c with equal c // (C / G) form a group.
       beta: slope inside the sigmoid (ops-nn's swish_scale).
 
+      quant: quantise y: one of the kinds that `normlib.layer_norm` takes. A row is a sample, a feature a channel.
+      norm_round_first: round y to x's dtype before quantising; False quantises the float32 value.
+
     The other arguments are those of `normlib.group_norm`.
 
     Returns:
-      y in x's shape and dtype (float32 for integers). The backward keeps x and the statistics, not z.
+      y in x's shape and dtype (float32 for integers), or codes with their scale with `quant`. The
+      backward keeps x and the statistics, not z.
 
     Raises:
       ValueError: if C is not a multiple of `num_groups`, for shapes or axes that do not fit, or eps < 0.
@@ -81,10 +89,15 @@ def group_norm_silu(
     )  # fmt: skip
     where = checked_mask(where, x, sets, on_single, "group_norm_silu")
     scale, bias = (check.parameter(p, n, x, sets.channels) for p, n in ((scale, "scale"), (bias, "bias")))
-    return composed(
+    dtype = output_dtype(x.dtype)
+    y = composed(
         [x], scale, bias, axes=sets.reduced, eps=check.epsilon(eps), where=where, scale_offset=scale_offset,
         scope=sets.scope, activation=Swish(check.number(beta, "beta")), rule=rule, rescale=rescale, backend=backend,
+        out_dtype=quantize.out_dtype(quant, dtype),
     ).y  # fmt: skip
+    return quantize.finish(
+        y, quant, dtype, axes=sets.channels, where=where, scope=sets.scope, norm_round_first=norm_round_first
+    )  # fmt: skip
 
 
 def conv_batch_norm_relu(

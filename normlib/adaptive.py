@@ -13,10 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
+from normlib import quantize
 from normlib._modulation import combined, factor
 from normlib._row import RowNormOutput
 from normlib.engine import normalize
 from normlib.precision import output_dtype, wide
+from normlib.quantize import DualQuantized, Quantized
 
 
 class AdaNormZeroOutput(NamedTuple):
@@ -46,7 +48,9 @@ def ada_layer_norm(
     batch_invariant: bool = False,
     return_moments: bool = False,
     backend: str | None = None,
-) -> Array | RowNormOutput:
+    quant=None,
+    norm_round_first: bool = False,
+) -> Array | Quantized | DualQuantized | RowNormOutput:
     """Layer normalization modulated by a condition.
 
         y = (layer_norm(x) * scale + bias) * (scale_offset + mod_scale) + mod_shift
@@ -62,9 +66,11 @@ def ada_layer_norm(
       where: bool, broadcastable to x: which entries are measured.
       rule, rescale, batch_invariant, backend: as `normlib.layer_norm`.
       return_moments: return `RowNormOutput(y, moments)` instead of y.
+      quant: quantise y: one of the kinds that `normlib.layer_norm` takes.
+      norm_round_first: round y to x's dtype before quantising; False quantises the float32 value.
 
     Returns:
-      y in x's shape and dtype, rounded once.
+      y in x's shape and dtype, rounded once, or codes with their scale with `quant`.
 
     Raises:
       ValueError: for shapes that do not fit, or eps < 0.
@@ -80,11 +86,13 @@ def ada_layer_norm(
     last = (x.ndim - 1,)
     scale, bias = (check.parameter(p, n, x, last) for p, n in ((scale, "scale"), (bias, "bias")))
     scale, bias, offset = combined(scale, bias, mod_scale, mod_shift, scale_offset, x)
+    where, dtype = check.mask(where, x), output_dtype(x.dtype)
     out = normalize(
-        x, scale, bias, axes=last, eps=check.epsilon(eps), where=check.mask(where, x), scale_offset=offset, rule=rule,
-        rescale=rescale, batch_invariant=batch_invariant, backend=backend,
+        x, scale, bias, axes=last, eps=check.epsilon(eps), where=where, scale_offset=offset, rule=rule,
+        rescale=rescale, batch_invariant=batch_invariant, backend=backend, out_dtype=quantize.out_dtype(quant, dtype),
     )  # fmt: skip
-    return RowNormOutput(out.y, jax.tree.map(lambda t: jnp.squeeze(t, last), out.moments)) if return_moments else out.y
+    y = quantize.finish(out.y, quant, dtype, axes=last, where=where, norm_round_first=norm_round_first)
+    return RowNormOutput(y, jax.tree.map(lambda t: jnp.squeeze(t, last), out.moments)) if return_moments else y
 
 
 def ada_layer_norm_zero(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
+from normlib import quantize
 from normlib._forward import effective, folded, wide_or_none
 from normlib.engine import normalize
 from normlib.moments import Moments, reciprocal_root
@@ -50,6 +52,7 @@ def batch_norm(
     rule: str = "reverse",
     rescale: bool = False,
     backend: str | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> BatchNormOutput:
     """Normalise every channel by its mean and variance over all other axes, and over devices.
 
@@ -79,6 +82,7 @@ def batch_norm(
       rule: "reverse", "both" or "autodiff"; see `normlib.engine.normalize`.
       rescale: protect float32 from overflow of squares above 1e19, at the price of another pass.
       backend: which pass runs it; None for the one of `normlib.use_backend`.
+      out_dtype: dtype of y, rounded once from float32; x's where None.
 
     Returns:
       `BatchNormOutput(y, moments)`. The variance that normalises is biased (divided by n). Update running statistics
@@ -121,7 +125,7 @@ def batch_norm(
         arrays, reduced = _split_rows(arrays, splits, virtual_batch_size), tuple(a + 1 for a in reduced)
     out = normalize(
         arrays[0], arrays[1], arrays[2], axes=reduced, eps=eps, where=arrays[3], scale_offset=scale_offset,
-        scope=scope, shift=arrays[4], rule=rule, rescale=rescale, backend=backend,
+        scope=scope, shift=arrays[4], rule=rule, rescale=rescale, backend=backend, out_dtype=out_dtype,
     )  # fmt: skip
     y = out.y.reshape(-1, *x.shape[1:])[: x.shape[0]] if splits > 1 else out.y
     moments = out.total if running == "merged" or not scope.has_total else scope.group_mean(out.moments)
@@ -139,7 +143,10 @@ def batch_norm_inference(
     axis: check.Axes = -1,
     eps: float = 1e-5,
     scale_offset: float = 0.0,
-) -> Array:
+    out_dtype: DTypeLike | None = None,
+    quant=None,
+    norm_round_first: bool = False,
+) -> Any:
     """Batch normalization with given statistics: one affine map of x.
 
         y = (x - mean) * a + bias,   a = (scale + scale_offset) / sqrt(var + eps)
@@ -153,12 +160,20 @@ def batch_norm_inference(
       axis: channel axis or axes.
       eps: added to the variance inside the root, in units of x squared.
       scale_offset: added to `scale` in float32.
+      out_dtype: dtype of y, rounded once from float32; x's where None.
+      quant: quantise y: a `normlib.Static`, `Dual`, `Dynamic`, `Asymmetric`, `MX` or `StraightThrough`. Its scales are
+        per tensor or per channel; a row with a dynamic scale is the channels of one position. Quantised x: give
+        `normlib.dequantize` of it.
+      norm_round_first: round y to x's dtype before quantising; False quantises the float32 value.
 
     Returns:
-      y in x's shape and dtype, rounded once. Its gradient is dx = dy * a; all five arrays get gradients.
+      The array y in x's shape and dtype (or `out_dtype`), rounded once. Its gradient is dx = dy * a; all five arrays
+      get one.
+      With `quant` its codes with their scale, as `Quantized(y, scale, zero_point)` or `DualQuantized`.
 
     Raises:
       ValueError: for shapes or axes that do not fit, or eps < 0.
+      TypeError: for statistics that are None, or a `quant` that is none of the kinds.
 
     Source: Ioffe and Szegedy 2015, algorithm 2.
 
@@ -176,7 +191,10 @@ def batch_norm_inference(
     rstd = reciprocal_root(spread.astype(dtype) + jnp.asarray(eps, dtype))
     x = x.astype(output_dtype(x.dtype))
     parameters = folded(rstd, effective(scale, scale_offset), wide_or_none(bias))
-    return xla.apply(x, wide(centre), jnp.zeros_like(wide(centre)), *parameters)
+    dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
+    given = quantize.out_dtype(quant, dtype)
+    y = xla.apply(x, wide(centre), jnp.zeros_like(wide(centre)), *parameters, dtype=given)
+    return quantize.finish(y, quant, dtype, axes=channels, norm_round_first=norm_round_first)
 
 
 def _scope(x, channels, names, groups, virtual, ragged, method) -> tuple[Scope, int]:

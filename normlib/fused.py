@@ -18,9 +18,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
+from normlib import quantize
 from normlib._composed import composed
 from normlib._row import RowNormOutput
 from normlib.moments import Moments
+from normlib.precision import output_dtype
+from normlib.quantize import DualQuantized, Quantized
 from normlib.scope import Scope
 
 MOST_SUMMED = 5
@@ -30,12 +33,12 @@ class AddNormOutput(NamedTuple):
     """What the norms of a sum return.
 
     Attributes:
-      y: the normalised sum, in the shape and common dtype of the summed arrays.
+      y: the normalised sum, in the shape and common dtype of the summed arrays; codes and scales with `quant`.
       residual: the sum itself, in the same dtype: the residual stream of a pre-norm model.
       moments: of every row, without the normalised axes; `moments.rstd(eps)` is the reciprocal standard deviation.
     """
 
-    y: Array
+    y: Array | Quantized | DualQuantized
     residual: Array
     moments: Moments
 
@@ -68,6 +71,8 @@ def add_layer_norm(
     rescale: bool = False,
     batch_invariant: bool = False,
     backend: str | None = None,
+    quant=None,
+    norm_round_first: bool = False,
 ) -> AddNormOutput:
     """Layer normalization of a sum; returns the sum too.
 
@@ -92,13 +97,17 @@ def add_layer_norm(
       rescale: protect float32 from overflow of squares above 1e19, at the price of another pass.
       batch_invariant: y of a row does not change by a bit with the number of rows beside it.
       backend: which pass runs it; None for the one of `normlib.use_backend`.
+      quant: quantise y: a `normlib.Static`, `Dual`, `Dynamic`, `Asymmetric`, `MX` or `StraightThrough`, as
+        `normlib.layer_norm` does; the residual stays as it is.
+      norm_round_first: round y to its dtype before quantising; False quantises the float32 value.
 
     Returns:
-      `AddNormOutput(y, residual, moments)`, y and residual rounded once each.
+      `AddNormOutput(y, residual, moments)`, y and residual rounded once each. With `quant` y is `Quantized` or
+      `DualQuantized`: codes with their scale.
 
     Raises:
       ValueError: for shapes, axes or groups that do not fit, or eps < 0.
-      TypeError: for a mask that is not boolean.
+      TypeError: for a mask that is not boolean, or a `quant` that is none of the kinds.
       NameError: if `axis_name` is not bound here.
 
     Gradients: ds = J^T dy + d(residual), added in float32 and rounded once; dx1 = dx2 = ds, d(sum_bias) = sum of ds.
@@ -115,6 +124,7 @@ def add_layer_norm(
         scale_offset=scale_offset, round_first=residual_round_first, axis_name=axis_name,
         axis_index_groups=axis_index_groups, method=method, rule=rule, rescale=rescale,
         batch_invariant=batch_invariant, backend=backend,
+        quant=quant, norm_round_first=norm_round_first,
     )  # fmt: skip
 
 
@@ -136,6 +146,8 @@ def add_rms_norm(
     rescale: bool = False,
     batch_invariant: bool = False,
     backend: str | None = None,
+    quant=None,
+    norm_round_first: bool = False,
 ) -> AddNormOutput:
     """Root mean square normalization of a sum; returns the sum too.
 
@@ -154,6 +166,7 @@ def add_rms_norm(
         scale_offset=scale_offset, round_first=residual_round_first, axis_name=axis_name,
         axis_index_groups=axis_index_groups, rule=rule, rescale=rescale, batch_invariant=batch_invariant,
         backend=backend,
+        quant=quant, norm_round_first=norm_round_first,
     )  # fmt: skip
 
 
@@ -176,7 +189,10 @@ def add_rms_norm_cast(
     >>> add_rms_norm_cast(jnp.ones((1, 2), jnp.bfloat16), jnp.ones((1, 2), jnp.bfloat16)).y_wide.dtype
     dtype('float32')
     """
+    if options.get("quant") is not None:
+        raise ValueError("`quant` has no widened copy; call `add_rms_norm` with it and widen the dequantised codes.")
     out = add_rms_norm(x1, x2, scale, bias, **options)
+    assert isinstance(out.y, jax.Array)
     wide = jnp.promote_types(out.y.dtype, jnp.float32)
     return AddNormCastOutput(out.y, out.y.astype(wide), out.residual, out.moments)
 
@@ -267,12 +283,13 @@ def deep_norm(
         {"x": x, "gx": gx}, scale, bias, weights=(check.number(alpha, "alpha"), 1.0), axis=axis, eps=eps, where=where,
         rule=rule, rescale=rescale, batch_invariant=batch_invariant, backend=backend,
     )  # fmt: skip
-    return RowNormOutput(out.y, out.moments) if return_moments else out.y
+    return RowNormOutput(out.y, out.moments) if return_moments else out.y  # type: ignore[return-value]
 
 
 def _add_norm(
     terms, scale, bias, *, sum_bias=None, weights=None, axis, eps, centered=True, where, scale_offset=0.0,
     round_first=False, axis_name=None, axis_index_groups=None, method="auto", rule, rescale, batch_invariant, backend,
+    quant=None, norm_round_first=False,
 ) -> AddNormOutput:  # fmt: skip
     (first, given), *others = terms.items()
     x = check.array(given, first)
@@ -282,9 +299,11 @@ def _add_norm(
         check.parameter(p, n, x, axes) for p, n in ((scale, "scale"), (bias, "bias"), (sum_bias, "sum_bias"))
     )
     scope = Scope(names=check.names(axis_name), groups=check.groups(axis_index_groups), method=method)
+    where, dtype = check.mask(where, x), output_dtype(jnp.result_type(*arrays))
     out = composed(
         arrays, scale, bias, weights=weights, added=sum_bias, axes=axes, eps=check.epsilon(eps), centered=centered,
-        where=check.mask(where, x), scale_offset=scale_offset, scope=scope, round_first=round_first, rule=rule,
-        rescale=rescale, batch_invariant=batch_invariant, backend=backend,
+        where=where, scale_offset=scale_offset, scope=scope, round_first=round_first, rule=rule,
+        rescale=rescale, batch_invariant=batch_invariant, backend=backend, out_dtype=quantize.out_dtype(quant, dtype),
     )  # fmt: skip
-    return AddNormOutput(out.y, out.residual, jax.tree.map(lambda t: jnp.squeeze(t, axes), out.moments))
+    y = quantize.finish(out.y, quant, dtype, axes=axes, where=where, scope=scope, norm_round_first=norm_round_first)
+    return AddNormOutput(y, out.residual, jax.tree.map(lambda t: jnp.squeeze(t, axes), out.moments))

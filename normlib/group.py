@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
@@ -27,6 +28,7 @@ def group_norm(
     rule: str = "reverse",
     rescale: bool = False,
     backend: str | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> Array:
     """Normalise every group of neighbouring channels of every sample by its mean and variance.
 
@@ -49,9 +51,10 @@ def group_norm(
       rule: "reverse", "both" or "autodiff"; see `normlib.engine.normalize`.
       rescale: protect float32 from overflow of squares above 1e19, at the price of another pass.
       backend: which pass runs it; None for the one of `normlib.use_backend`.
+      out_dtype: dtype of y, rounded once from float32; x's where None.
 
     Returns:
-      y in x's shape and dtype (float32 for integers), rounded once.
+      y in x's shape and dtype (float32 for integers) or `out_dtype`, rounded once.
 
     Raises:
       ValueError: if C is not a multiple of `num_groups`, for shapes or axes that do not fit, or eps < 0.
@@ -67,7 +70,9 @@ def group_norm(
     sets = grouped(
         x, num_groups, axis, reduction_axes, axis_name=axis_name, axis_index_groups=axis_index_groups, method=method
     )  # fmt: skip
-    return _normalized(x, scale, bias, sets, eps, where, scale_offset, on_single, rule, rescale, backend, "group_norm")
+    return _normalized(
+        x, scale, bias, sets, eps, where, scale_offset, on_single, rule, rescale, backend, out_dtype, "group_norm"
+    )  # fmt: skip
 
 
 def instance_norm(
@@ -86,6 +91,7 @@ def instance_norm(
     rule: str = "reverse",
     rescale: bool = False,
     backend: str | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> Array:
     """Normalise every channel of every sample by its mean and variance over the remaining axes.
 
@@ -107,9 +113,10 @@ def instance_norm(
       rule: "reverse", "both" or "autodiff"; see `normlib.engine.normalize`.
       rescale: protect float32 from overflow of squares above 1e19, at the price of another pass.
       backend: which pass runs it; None for the one of `normlib.use_backend`.
+      out_dtype: dtype of y, rounded once from float32; x's where None.
 
     Returns:
-      y in x's shape and dtype (float32 for integers), rounded once.
+      y in x's shape and dtype (float32 for integers) or `out_dtype`, rounded once.
 
     Raises:
       ValueError: for shapes or axes that do not fit, one entry per instance, or eps < 0.
@@ -124,7 +131,7 @@ def instance_norm(
     x = check.array(x)
     sets = instances(x, axis, axis_name=axis_name, axis_index_groups=axis_index_groups, method=method)
     return _normalized(
-        x, scale, bias, sets, eps, where, scale_offset, on_single, rule, rescale, backend, "instance_norm"
+        x, scale, bias, sets, eps, where, scale_offset, on_single, rule, rescale, backend, out_dtype, "instance_norm"
     )  # fmt: skip
 
 
@@ -178,13 +185,13 @@ def st_group_norm(
         raise ValueError(f"`time_axis` {time_axis} is the axis of the samples or channels of x, shape {x.shape}.")
     over = tuple(a for a in range(1, x.ndim) if mode == "joint" or a != frames)
     sets = grouped(x, num_groups, axis, over)
-    return _normalized(x, scale, bias, sets, eps, where, 0.0, on_single, rule, rescale, backend, "st_group_norm")
+    return _normalized(x, scale, bias, sets, eps, where, 0.0, on_single, rule, rescale, backend, None, "st_group_norm")
 
 
-def _normalized(x, scale, bias, sets, eps, where, scale_offset, on_single, rule, rescale, backend, operator):
+def _normalized(x, scale, bias, sets, eps, where, scale_offset, on_single, rule, rescale, backend, out_dtype, operator):
     where = checked_mask(where, x, sets, on_single, operator)
     scale, bias = (check.parameter(p, n, x, sets.channels) for p, n in ((scale, "scale"), (bias, "bias")))
     return normalize(
         x, scale, bias, axes=sets.reduced, eps=check.epsilon(eps), where=where, scale_offset=scale_offset,
-        scope=sets.scope, rule=rule, rescale=rescale, backend=backend,
+        scope=sets.scope, rule=rule, rescale=rescale, backend=backend, out_dtype=out_dtype,
     ).y  # fmt: skip

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
 from normlib._row import RowNormOutput, row_norm
+from normlib.quantize import DualQuantized, Quantized
 
 
 def layer_norm(
@@ -25,7 +27,10 @@ def layer_norm(
     batch_invariant: bool = False,
     return_moments: bool = False,
     backend: str | None = None,
-) -> Array | RowNormOutput:
+    out_dtype: DTypeLike | None = None,
+    quant=None,
+    norm_round_first: bool = False,
+) -> Array | Quantized | DualQuantized | RowNormOutput:
     """Normalise every row by its own mean and variance over `axis`.
 
         y = (x - mean) / sqrt(var + eps) * (scale + scale_offset) + bias
@@ -46,13 +51,18 @@ def layer_norm(
       batch_invariant: y of a row does not change by a bit with the number of rows beside it.
       return_moments: return `RowNormOutput(y, moments)` instead of y.
       backend: which pass runs it; None for the one of `normlib.use_backend`.
+      out_dtype: dtype of y, rounded once from float32; x's where None.
+      quant: quantise y: a `normlib.Static`, `Dual`, `Dynamic`, `Asymmetric`, `MX` or `StraightThrough`. Its scales are
+        per tensor or of `scale`'s shape; its rows are those that are normalised.
+      norm_round_first: round y to x's dtype before quantising; False quantises the float32 value.
 
     Returns:
-      y in x's shape and dtype (float32 for integers), rounded once.
+      y in x's shape and dtype (float32 for integers) or `out_dtype`, rounded once. With `quant` its codes
+      with their scale, as `Quantized(y, scale, zero_point)` or `DualQuantized`.
 
     Raises:
       ValueError: for shapes, axes or groups that do not fit, or eps < 0.
-      TypeError: for a mask that is not boolean.
+      TypeError: for a mask that is not boolean, or a `quant` that is none of the kinds.
       NameError: if `axis_name` is not bound here.
 
     Source: Ba, Kiros and Hinton 2016.
@@ -63,6 +73,36 @@ def layer_norm(
     out = row_norm(
         x, scale, bias, axis=axis, eps=eps, centered=True, where=where, scale_offset=scale_offset, axis_name=axis_name,
         axis_index_groups=axis_index_groups, method=method, rule=rule, rescale=rescale,
-        batch_invariant=batch_invariant, backend=backend,
+        batch_invariant=batch_invariant, backend=backend, out_dtype=out_dtype, quant=quant,
+        norm_round_first=norm_round_first,
     )  # fmt: skip
     return out if return_moments else out.y
+
+
+def sharded_layer_norm(
+    x: Num[Array, "*batch local"],
+    scale: Float[Array, " local"] | None = None,
+    bias: Float[Array, " local"] | None = None,
+    *,
+    axis_name,
+    **options,
+) -> Array | Quantized | DualQuantized | RowNormOutput:
+    """`layer_norm` of rows split over a mesh axis: this device holds a part of every row, and of the parameters.
+
+    One collective of merged moments forward (up to 8 devices; two all-reduces beyond), one of two sums backward.
+
+    Args:
+      x: `[..., D / P]`, inside jax.shard_map, jax.pmap or jax.vmap.
+      scale: `[D / P]`, this device's part, or None for ones.
+      bias: likewise, or None for zeros.
+      axis_name: mesh axis or axes over which the normalised axis is split.
+      options: keyword arguments of `layer_norm`.
+
+    Returns, raises: as `layer_norm`.
+
+    >>> halves = jnp.array([[[1.0, 1.0]], [[3.0, 3.0]]])  # one row of four, in two parts
+    >>> norm = jax.vmap(lambda x: sharded_layer_norm(x, axis_name="d"), axis_name="d")
+    >>> norm(halves).round(3).tolist()
+    [[[-1.0, -1.0]], [[1.0, 1.0]]]
+    """
+    return layer_norm(x, scale, bias, axis_name=check.split_axis(axis_name), **options)

@@ -58,7 +58,8 @@ class BatchNorm(nn.Module):
       force_float32_reductions: False stores the running statistics in `param_dtype`; they are computed as ever.
       virtual_batch_size: rows that share statistics (ghost batch norm), inside a device or across neighbours.
       ragged: allow a smaller last virtual batch.
-      frozen: always use the running statistics and write none; scale and bias get zero gradients, x its own.
+      frozen: always use the running statistics and write none; scale and bias get zero gradients, x its own. With
+        "statistics" only these are frozen: scale and bias train.
       unbiased: store the variance times n / (n - 1), as PyTorch does.
       zero_debias: remove from the moving average the weight of its start (one more leaf, `num_batches`).
       skip_nonfinite_update: leave the running statistics alone after a batch whose statistics are not finite.
@@ -91,7 +92,7 @@ class BatchNorm(nn.Module):
     force_float32_reductions: bool = True
     virtual_batch_size: int | None = None
     ragged: bool = False
-    frozen: bool = False
+    frozen: bool | str = False
     unbiased: bool = False
     zero_debias: bool = False
     skip_nonfinite_update: bool = False
@@ -123,7 +124,7 @@ class BatchNorm(nn.Module):
         x = jnp.asarray(x)
         features = _layers.sorted_axes(self.axis, x.ndim, "axis")
         stored = self._stored(tuple(x.shape[axis] for axis in features))
-        evaluating = self.frozen
+        evaluating = bool(self.frozen)
         if not self.frozen and self.track_running_stats:
             evaluating = nn.merge_param("use_running_average", self.use_running_average, use_running_average)
         if _layers.counts_batches(self) and (not evaluating or self.is_initializing()):

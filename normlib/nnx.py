@@ -95,7 +95,8 @@ class BatchNorm(_Norm):
       bias_metadata, scale_metadata: metadata of the parameters, such as their sharding.
       virtual_batch_size: rows that share statistics (ghost batch norm), inside a device or across neighbours.
       ragged: allow a smaller last virtual batch.
-      frozen: always use the running statistics and write none; scale and bias get zero gradients, x its own.
+      frozen: always use the running statistics and write none; scale and bias get zero gradients, x its own. With
+        "statistics" only these are frozen: scale and bias train.
       unbiased: store the variance times n / (n - 1), as PyTorch does.
       zero_debias: remove from the moving average the weight of its start (one more leaf, `num_batches`).
       skip_nonfinite_update: leave the running statistics alone after a batch whose statistics are not finite.
@@ -114,7 +115,7 @@ class BatchNorm(_Norm):
     """
 
     use_running_average: bool | None
-    frozen: bool
+    frozen: bool | str
     track_running_stats: bool
 
     def __init__(
@@ -140,7 +141,7 @@ class BatchNorm(_Norm):
         scale_metadata: Mapping[str, Any] = NOTHING,
         virtual_batch_size: int | None = None,
         ragged: bool = False,
-        frozen: bool = False,
+        frozen: bool | str = False,
         unbiased: bool = False,
         zero_debias: bool = False,
         skip_nonfinite_update: bool = False,
@@ -198,7 +199,7 @@ class BatchNorm(_Norm):
 
     def _evaluating(self, given: bool | None) -> bool:
         if self.frozen or not self.track_running_stats:
-            return self.frozen
+            return bool(self.frozen)
         chosen = self.use_running_average if given is None else given
         if chosen is None:
             raise ValueError(

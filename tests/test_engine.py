@@ -50,7 +50,7 @@ def test_batch_invariant_rows_do_not_change_by_a_bit(name, size):  # CASES: D26
     given = inputs(op)
     run = jax.jit(functools.partial(op.call, batch_invariant=True))
     whole = np.asarray(run(given.x, given.scale, given.bias))
-    for rows in (1, 2, 3, 8, 64, 100):
+    for rows in (1, 2, 3, 8, 16, 64, 100, 256):
         np.testing.assert_array_equal(run(given.x[:rows], given.scale, given.bias), whole[:rows])
     ref = op.reference(given.x, given.scale, given.bias)
     reference.assert_rounded(whole, ref.y, ref.y_size)

@@ -82,7 +82,6 @@ def test_linen_call_arguments_are_flax_s(name):
 
 IMAGE, ROWS = (4, 5, 6, 8), (6, 7, 8)
 LAST = np.random.default_rng(1).random((*IMAGE[:-1], 8)) < 0.7
-POSITIONS = np.random.default_rng(2).random((*ROWS[:-1], 1)) < 0.7
 
 CASES = {
     # (class, layer arguments, x shape, x dtype, mask)
@@ -96,25 +95,21 @@ CASES = {
     "bn bf16 params": ("BatchNorm", {"param_dtype": BF16}, IMAGE, BF16, None),
     "bn integers": ("BatchNorm", {}, (40, 3), jnp.int32, None),
     "bn mask": ("BatchNorm", {}, IMAGE, F32, LAST),
-    "bn row mask": ("BatchNorm", {}, ROWS, F32, POSITIONS),
     "ln": ("LayerNorm", {}, ROWS, F32, None),
     "ln epsilon, no scale": ("LayerNorm", {"epsilon": 1e-2, "use_scale": False}, ROWS, F32, None),
     "ln all but batch": ("LayerNorm", {"reduction_axes": (1, 2), "feature_axes": (1, 2)}, ROWS, F32, None),
     "ln features elsewhere": ("LayerNorm", {"reduction_axes": (1, -1), "feature_axes": -1}, IMAGE, F32, None),
     "ln features apart": ("LayerNorm", {"reduction_axes": -1, "feature_axes": 1, "use_bias": False}, ROWS, F32, None),
     "ln mask": ("LayerNorm", {}, IMAGE, F32, LAST | (np.arange(8) == 0)),
-    "ln bf16 x": ("LayerNorm", {}, ROWS, BF16, None),
     "ln f16 x and y": ("LayerNorm", {"dtype": F16}, ROWS, F16, None),
     "rms": ("RMSNorm", {}, ROWS, F32, None),
     "rms no scale": ("RMSNorm", {"use_scale": False, "epsilon": 1e-3}, ROWS, F32, None),
-    "rms axes": ("RMSNorm", {"reduction_axes": (1, 2), "feature_axes": (2,)}, ROWS, F32, None),
     "rms bf16": ("RMSNorm", {"dtype": BF16, "param_dtype": BF16}, ROWS, BF16, None),
     "rms mask": ("RMSNorm", {}, ROWS, F32, np.arange(8) < 5),
     "gn": ("GroupNorm", {"num_groups": 4}, IMAGE, F32, None),
     "gn size": ("GroupNorm", {"num_groups": None, "group_size": 4, "use_bias": False}, IMAGE, F32, None),
     "gn rank 2": ("GroupNorm", {"num_groups": 2, "epsilon": 1e-3}, (5, 8), F32, None),
     "gn mask": ("GroupNorm", {"num_groups": 2}, IMAGE, F32, LAST),
-    "gn bf16 x": ("GroupNorm", {"num_groups": 2}, IMAGE, BF16, None),
     "in": ("InstanceNorm", {}, IMAGE, F32, None),
     "in channels first": ("InstanceNorm", {"feature_axes": 1, "use_scale": False}, IMAGE, F32, None),
     "in mask": ("InstanceNorm", {}, IMAGE, F32, LAST | (np.arange(5) == 0)[:, None, None]),
@@ -242,7 +237,7 @@ def test_synchronised_layers_agree_with_flax_s_under_vmap_with_an_axis_name():
 def test_complex_input_has_a_complex_mean_and_a_real_variance_as_in_flax():
     x = jax.lax.complex(inputs(ROWS, seed=4), inputs(ROWS, seed=5))
     ours, theirs = (m.BatchNorm(use_running_average=False) for m in (normlib.linen, flax_linen))
-    variables = theirs.init(jax.random.key(0), x)
+    variables = jax.jit(theirs.init)(jax.random.key(0), x)
     (y, new), (z, flax_s) = (
         jax.jit(lambda x, m=m: m.apply(variables, x, mutable=["batch_stats"]))(x) for m in (ours, theirs)
     )
@@ -251,7 +246,7 @@ def test_complex_input_has_a_complex_mean_and_a_real_variance_as_in_flax():
     assert jax.tree.map(lambda t: t.dtype, new) == jax.tree.map(lambda t: t.dtype, flax_s)
 
     layer = normlib.nnx.BatchNorm(8, rngs=flax_nnx.Rngs(0))
-    layer(x)
+    flax_nnx.jit(lambda m, x: m(x))(layer, x)
     np.testing.assert_allclose(layer.mean[...], new["batch_stats"]["mean"], rtol=1e-5)
 
 
@@ -360,11 +355,11 @@ def test_partitioned_boxes_pass_through_the_linen_layers():
     for name in NAMES[:2]:
         mode = {"use_running_average": False} if name == "BatchNorm" else {}
         made = [getattr(m, name)(**boxed, **mode) for m in (normlib.linen, flax_linen)]
-        ours, theirs = (m.init(jax.random.key(0), x) for m in made)
+        ours, theirs = (jax.jit(m.init)(jax.random.key(0), x) for m in made)
         assert isinstance(ours["params"]["scale"], flax_linen.Partitioned)
         assert flax_linen.get_partition_spec(ours) == flax_linen.get_partition_spec(theirs)
         assert_trees_equal(ours, theirs)
-        y, z = (m.apply(ours, x, mutable=["batch_stats"])[0] for m in made)
+        y, z = (jax.jit(lambda v, m=m: m.apply(v, x, mutable=["batch_stats"])[0])(ours) for m in made)
         assert_close(y, z)
 
 

@@ -333,3 +333,18 @@ def test_batch_invariant_rows_keep_their_bits_beside_other_rows():
         variables = start(layer, x)
         run = jax.jit(layer.apply)
         np.testing.assert_array_equal(run(variables, x)[:3], run(variables, x[:3]))
+
+
+@pytest.mark.parametrize("kind", [BatchNorm, LayerNorm, RMSNorm, GroupNorm, InstanceNorm])
+def test_a_16_bit_input_with_float32_parameters_is_kept_once(kind):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 256, 64)), jnp.bfloat16)
+    options = {GroupNorm: {"num_groups": 8}, BatchNorm: {"use_running_average": False}}.get(kind, {})
+    layer = kind(**options)
+    variables = layer.init(jax.random.key(0), x)
+
+    def call(x):
+        return layer.apply(variables, x, mutable=["batch_stats"])[0]
+
+    y, vjp = jax.vjp(call, x)
+    assert y.dtype == jnp.float32
+    assert sum(t.nbytes for t in jax.tree.leaves(vjp) if hasattr(t, "nbytes")) <= 1.2 * x.nbytes

@@ -213,8 +213,7 @@ def merge_statistics(batch_stats: Any, counts: Any = None) -> Any:
     mean = Σ nᵢ·meanᵢ / Σ nᵢ;  var = Σ nᵢ·(varᵢ + (meanᵢ − mean)²) / Σ nᵢ
 
     Running means are averages over many steps, so they differ less than the batches did: the result is close to the
-    mean of the local variances, which two rows underestimate. It shows what local statistics are worth and repairs
-    nothing.
+    mean of the local variances, which two rows underestimate. It shows their worth and repairs nothing.
 
     Args:
       batch_stats: nested dictionary of layers with `mean` and `var`, each `[copies, C]`.

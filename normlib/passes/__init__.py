@@ -40,7 +40,7 @@ class Pass(Protocol):
     @staticmethod
     def apply(
         x: Array, mean: Array | None, low: Array | None, rstd: Array, scale: Array | None, bias: Array | None, *,
-        where: Array | None, dtype: DTypeLike | None,
+        where: Array | None, dtype: DTypeLike | None, batch_invariant: bool,
     ) -> Array:  # fmt: skip
         """((x - mean - low) * rstd * scale + bias) in `dtype` (x's if None), rounded once; with a mask, bias where rstd
         is 0."""

@@ -43,6 +43,7 @@ def centred(x: Array, mean: Array | None, low: Array | None) -> Array:
 def _sum(t: Array, axes: tuple[int, ...], batch_invariant: bool) -> Array:
     if not batch_invariant or not axes:
         return jnp.sum(t, axes, keepdims=True)
+    (t,) = own_copy(t)  # or the first stage may be fused with what made t, by some numbers of rows
     return functools.reduce(_sum_by_halving, axes, t)
 
 
@@ -83,7 +84,7 @@ def moments(x, *, axes, where, batch_invariant=False):
     return Moments(*about(pilot, count, s1, s2))
 
 
-def apply(x, mean, low, rstd, scale, bias, *, where=None, dtype=None):
+def apply(x, mean, low, rstd, scale, bias, *, where=None, dtype=None, batch_invariant=False):
     """See `normlib.passes.Pass.apply`; x of any shape.
 
     Here and below a mask selects before the products and not only after: the derivative of a selected product is
@@ -91,10 +92,10 @@ def apply(x, mean, low, rstd, scale, bias, *, where=None, dtype=None):
     """
     dtype = x.dtype if dtype is None else dtype
     x, mean, low, rstd, scale, bias = own_copy(x, mean, low, rstd, scale, bias)
-    return mapped(x, mean, low, rstd, scale, bias, where).astype(dtype)
+    return mapped(x, mean, low, rstd, scale, bias, where, batch_invariant).astype(dtype)
 
 
-def mapped(x, mean, low, rstd, scale, bias, where=None):
+def mapped(x, mean, low, rstd, scale, bias, where=None, batch_invariant=False):
     """What `apply` computes, in the wide dtype and without copies of its own: for who already reads x in a pass."""
     xc = given = centred(x, mean, low)
     if where is not None:
@@ -102,7 +103,9 @@ def mapped(x, mean, low, rstd, scale, bias, where=None):
         xc = jnp.where(usable & (rstd != 0), given, 0)
     y = xc * rstd
     y = y if scale is None else y * scale
-    y = y if bias is None else y + bias
+    if bias is not None:
+        # contracted to a fused multiply-add for some numbers of rows and not for others (jax 0.12), unless kept apart
+        y = (own_copy(y)[0] if batch_invariant else y) + bias
     return y if where is None else jnp.where(usable, y, given)
 
 

@@ -1,0 +1,178 @@
+"""Fitting and judging: the split of measured rows, two-parameter fits, and the kernels that stand for the operators.
+
+The rule of the split is fixed: odd cases fit, even cases are held out. Of two operators only odd cases were
+published (GroupNorm, BatchNormGradV3); there the position in the published list takes the place of the number.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sim_npu import demos
+from sim_npu.builder import Builder
+from sim_npu.chips import get_chip
+from sim_npu.footprint import CapacityError
+from sim_npu.ir import TileProgram, dtype_bytes
+from sim_npu.measured import OPERATORS, AddCase, Measured
+from sim_npu.plan import TilePlan
+from sim_npu.result import SimReport
+from sim_npu.search import rank_plans
+from sim_npu.simulate import simulate
+
+KERNELS = {"rms_norm": demos.rms_norm, "group_norm": demos.group_norm, "batch_norm_grad_v3": demos.channel_grad}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured case with the model's times, µs: ideal, and without launch of the shipped tiling; bytes moved."""
+
+    case: Measured
+    fitted: bool
+    ideal: float
+    core: float
+    bytes: float
+
+
+def is_fit(case: Measured, cases: Sequence[Measured] = OPERATORS) -> bool:
+    """Whether a case belongs to the fit rows.
+
+    >>> [is_fit(c) for c in OPERATORS[:3]]
+    [True, False, True]
+    """
+    same = [c for c in cases if (c.chip, c.op) == (case.chip, case.op)]
+    if all(c.case % 2 for c in same):
+        return same.index(case) % 2 == 0
+    return case.case % 2 == 1
+
+
+def naive_bytes(case: Measured) -> float:
+    """Each array once: x and y, or dy, x and dx."""
+    return math.prod(case.shape) * dtype_bytes(case.dtype) * (3 if case.op == "batch_norm_grad_v3" else 2)
+
+
+def arguments(case: Measured) -> tuple[Any, tuple, dict[str, Any]]:
+    """(kernel, arrays, keywords) that compute what was measured."""
+    fn = KERNELS[case.op]
+    attrs = {k: bool(v) if k == "training" else v for k, v in case.attrs}
+    return fn, fn.example_arrays(case.shape, case.dtype), attrs  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=256)
+def ideal_report(case: Measured) -> SimReport:
+    """The best plan of double-buffered tilings for a measured case."""
+    fn, arrays, attrs = arguments(case)
+    plans = [TilePlan(), *fn.plan_space(*arrays)]
+    return rank_plans(fn, *arrays, chip=case.chip, plans=plans, **attrs).best
+
+
+def shipped_plan(case: Measured) -> TilePlan | None:
+    """The tiling the measured operator is documented to choose, or None where the best plan stands for it.
+
+    RmsNorm on A2 (ops-nn tiling templates): D up to 2000 merges UB / (16 D + 260) rows per loop, longer rows go one by
+    one; neither overlaps copies with work. The other operators' templates leave the model's choice.
+    """
+    if (case.chip, case.op) != ("910b2", "rms_norm"):
+        return None
+    d = -(-case.shape[-1] // 16) * 16
+    if d > 2000:
+        return TilePlan(rows=1, residency="row", queue_depth=1)
+    merged = get_chip(case.chip).ub_bytes // (16 * d + 260)
+    return TilePlan(rows=max(1, merged), residency="row", queue_depth=1)
+
+
+@functools.lru_cache(maxsize=256)
+def shipped_report(case: Measured) -> SimReport:
+    """The shipped tiling of a measured case; rows are halved until this package's kernel fits."""
+    plan = shipped_plan(case)
+    if plan is None:
+        return ideal_report(case)
+    fn, arrays, attrs = arguments(case)
+    while True:
+        try:
+            return simulate(fn, *arrays, chip=case.chip, plan=plan, explain_capacity=False, **attrs)
+        except CapacityError:
+            if plan.rows == 1:
+                raise
+            plan = plan.replace(rows=(plan.rows or 2) // 2)
+
+
+def model_rows(cases: Sequence[Measured] = OPERATORS) -> list[Row]:
+    """Every case with the model's times."""
+    rows = []
+    for case in cases:
+        shipped = shipped_report(case)
+        core = shipped.total_us - sum(k.launch_us for k in shipped.kernels)
+        rows.append(Row(case, is_fit(case), ideal_report(case).total_us, core, naive_bytes(case)))
+    return rows
+
+
+def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """(a, b), both not negative, for y ≈ a + b·x by least absolute relative error (reweighted least squares).
+
+    >>> fit_line([1.0, 2.0, 4.0], [5.0, 7.0, 11.0])
+    (3.0, 2.0)
+    """
+    xs, ys = np.asarray(x, float), np.asarray(y, float)
+    weight = 1.0 / ys
+    a = b = 0.0
+    for _ in range(30):
+        u, v, t = weight, weight * xs, weight * ys
+        uu, uv, vv = u @ u, u @ v, v @ v
+        det = uu * vv - uv * uv
+        if det > 1e-12 * uu * vv:
+            a, b = (vv * (u @ t) - uv * (v @ t)) / det, (uu * (v @ t) - uv * (u @ t)) / det
+        if a < 0 or det <= 1e-12 * uu * vv:
+            a, b = 0.0, (v @ t) / vv
+        elif b < 0:
+            a, b = (u @ t) / uu, 0.0
+        weight = 1.0 / ys / np.sqrt(np.maximum(np.abs((a + b * xs) / ys - 1.0), 0.02))
+    return round(float(a), 9), round(float(b), 9)
+
+
+def refit(rows: Sequence[Row]) -> dict[tuple[str, str], tuple[float, float]]:
+    """The table of `sim_npu.profiles`, from the fit rows."""
+    table = {}
+    for chip, op in dict.fromkeys((r.case.chip, o) for r in rows for o in ("", r.case.op)):
+        chosen = [r for r in rows if r.fitted and r.case.chip == chip and op in ("", r.case.op)]
+        table[chip, op] = fit_line([r.core for r in chosen], [r.case.us for r in chosen])
+    return table
+
+
+def add_program(elements: int, tile: int, depth: int, adds: int = 1) -> TileProgram:
+    """The vector add of the samples: z = x + y (`adds` times) tile by tile, float16."""
+    b = Builder("add", grid=(elements // tile,))
+    x = b.queue_in("x", (tile,), "float16", depth=depth, array=(elements,))
+    y = b.queue_in("y", (tile,), "float16", depth=depth, array=(elements,))
+    z = b.queue_out("z", (tile,), "float16", depth=depth, array=(elements,))
+    b.data_copy(x)
+    b.data_copy(y)
+    for _ in range(adds):
+        b.vector("Add", z, x, y)
+    b.data_copy(z)
+    return b.build()
+
+
+def add_report(case: AddCase) -> SimReport:
+    """The model of one add sample. The samples fill all 192 KiB, so the 256 B reserved on A2 are given back."""
+    chip = get_chip(case.chip).replace(ub_bytes=194 * 1024)
+    plan = TilePlan(queue_depth=case.depth, cores=case.cores, bank_pad=case.bank_free)
+    program = add_program(case.elements, case.tile, case.depth, case.adds)
+    return simulate(program, chip=chip, plan=plan, cache="bypass" if case.bypass else "cold")
+
+
+def mean_error(model: Sequence[float], measured: Sequence[float]) -> float:
+    """Mean of |model / measured - 1|."""
+    return float(np.mean(np.abs(np.asarray(model) / np.asarray(measured) - 1.0))) if len(measured) else math.nan
+
+
+def log_correlation(model: Sequence[float], measured: Sequence[float]) -> float:
+    """Pearson correlation of logarithms."""
+    if len(measured) < 2:
+        return math.nan
+    return float(np.corrcoef(np.log(np.asarray(model)), np.log(np.asarray(measured)))[0, 1])

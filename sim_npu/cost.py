@@ -1,0 +1,205 @@
+"""Cycles of vector instructions.
+
+    cycles = instructions * head + repeats * (cycles per repeat) * bank factor
+
+A repeat is 256 B: 64 float32 or 128 float16 lanes. An instruction holds at most 255 repeats (`max_repeats`), so a
+large tile takes several. Rows that are not packed (a row is not a multiple of 32 B, or an operand repeats along or
+across rows) cost whole repeats per row; such an operation is issued row by row or column by column, whichever
+takes fewer instructions.
+
+Reductions along rows halve by additions down to one repeat per row, then reduce that repeat in 7 cycles.
+Element-wise classes cost per repeat; conversions and slow functions cost per element (64 and 32 a cycle on A2),
+whatever the type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sim_npu.chips import ChipSpec
+from sim_npu.footprint import UbMap
+from sim_npu.ir import Copy, CubeOp, Expr, Loop, Stmt, VecOp, When, dtype_bytes
+
+PER_ELEMENT = {"transcendental", "cast", "transpose", "gather", "unknown"}
+WIDEN = {"arith", "transcendental", "compare", "reduce", "select"}
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """Cost of one operation: instructions, repeats, busy cycles of repeats, cycles lost to bank conflicts."""
+
+    instructions: int
+    repeats: int
+    busy: float
+    conflict: float = 0.0
+
+    def cycles(self, chip: ChipSpec) -> float:
+        """Cycles including the head of each instruction."""
+        return self.instructions * chip.vec_head + self.busy + self.conflict
+
+
+def op_cost(op: VecOp, chip: ChipSpec, ub: UbMap | None = None) -> OpCost:
+    """Cost of a vector operation.
+
+    >>> from sim_npu.chips import get_chip
+    >>> add = VecOp("add", "arith", (4096,), "float16", "z", (4096,), "float16", ("x", "y"))
+    >>> op_cost(add, get_chip("910b1"))
+    OpCost(instructions=1, repeats=32, busy=32.0, conflict=0.0)
+    """
+    if op.kind == "view":
+        return OpCost(0, 0, 0.0)
+    if op.kind == "scalar":
+        return OpCost(op.steps, op.steps, float(op.steps))
+    if op.kind == "reduce":
+        return _reduce_cost(op, chip)
+    lanes = max(1, int(chip.repeat_bytes // dtype_bytes(op.dtype if op.dtype != "bool" else "int8")))
+    repeats, instructions = _repeats(op, lanes, chip)
+    rate = chip.cycles_per_repeat.get(op.kind, chip.cycles_per_repeat["unknown"])
+    per_repeat = rate * (lanes / 64) if op.kind in PER_ELEMENT else rate
+    busy = repeats * per_repeat
+    conflict = busy * op.steps if _conflicts(op, chip, ub) else 0.0
+    if op.broadcast == "minor":  # the column is first spread to one 32 B block per row
+        rows = math.prod(op.shape[:-1])
+        instructions_extra, repeats_extra = -(-rows // (8 * min(chip.max_repeats, 255))), -(-rows // 8)
+    else:
+        instructions_extra = repeats_extra = 0
+    if op.dtype == "bfloat16" and op.kind in WIDEN and not chip.has_bf16_arith:
+        casts = len(op.reads) + (op.out_dtype == "bfloat16")
+        cast = math.prod(op.shape) / 64 * chip.cycles_per_repeat["cast"]
+        instructions_extra += casts * instructions
+        busy += casts * cast
+        repeats_extra += casts * repeats
+    return OpCost(
+        op.steps * instructions + instructions_extra,
+        op.steps * repeats + repeats_extra,
+        op.steps * busy + repeats_extra * (op.broadcast == "minor"),
+        conflict,
+    )
+
+
+def _repeats(op: VecOp, lanes: int, chip: ChipSpec) -> tuple[int, int]:
+    """(repeats, instructions) to walk once over the operation's shape."""
+    elements = math.prod(op.shape)
+    last = op.shape[-1] if op.shape else 1
+    rows = elements // last if last else 0
+    packed = not op.broadcast and (last * dtype_bytes(op.dtype)) % 32 == 0 or rows == 1 or last == 1
+    if packed and op.broadcast != "minor":
+        repeats = -(-elements // lanes)
+        return repeats, -(-repeats // chip.max_repeats)
+    across = -(-last // lanes)
+    return rows * across, min(_issues(rows, across, chip.max_repeats), _issues(across, rows, chip.max_repeats))
+
+
+def _issues(outer: int, inner: int, limit: int) -> int:
+    return outer * -(-inner // limit)
+
+
+def _reduce_cost(op: VecOp, chip: ChipSpec) -> OpCost:
+    lanes = max(1, int(chip.repeat_bytes // dtype_bytes(op.dtype)))
+    reduced = math.prod(op.shape[a] for a in op.axes)
+    elements = math.prod(op.shape)
+    if elements == 0:
+        return OpCost(0, 0, 0.0)
+    kept = elements // reduced
+    limit = chip.max_repeats
+    instructions = repeats = 0
+    if len(op.shape) - 1 in op.axes:
+        across = -(-reduced // lanes)
+        while across > 1:
+            half = across // 2
+            repeats += kept * half
+            instructions += min(_issues(kept, half, limit), _issues(half, kept, limit))
+            across -= half
+        final = kept * chip.cycles_per_repeat["reduce"]
+        return OpCost(instructions + -(-kept // limit), repeats + kept, repeats + final)
+    while reduced > 1:
+        half = reduced // 2
+        part = -(-half * kept // lanes)
+        repeats += part
+        instructions += -(-part // limit)
+        reduced -= half
+    return OpCost(max(instructions, 1), max(repeats, 1), float(max(repeats, 1)))
+
+
+def _conflicts(op: VecOp, chip: ChipSpec, ub: UbMap | None) -> bool:
+    """Whether the two operands of an operation always lie in the same bank group."""
+    if ub is None or op.kind not in ("arith", "select") or len(op.reads) < 2:
+        return False
+    first, second = (ub.address(name) for name in op.reads[:2])
+    if first is None or second is None or math.prod(op.shape) * dtype_bytes(op.dtype) < chip.repeat_bytes:
+        return False
+    return ((first >> 5) - (second >> 5)) % chip.ub_bank_groups == 0
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """One line of the table of operations: what it is, where, how often in a step, its cost once."""
+
+    op: str
+    kind: str
+    where: str
+    times: int
+    cost: OpCost
+    branch: str = ""
+
+
+@dataclass(frozen=True)
+class BodyCost:
+    """Vector and scalar work of a body for one choice of branches."""
+
+    vector: float
+    instructions: int
+    repeats: int
+    conflict: float
+    loops: float
+    cube_flops: float
+    rows: tuple[OpRow, ...]
+
+
+def body_cost(
+    body: Sequence[Stmt], chip: ChipSpec, ub: UbMap | None, choose: dict[Expr, int] | None = None
+) -> BodyCost:
+    """Cost of one run of `body`.
+
+    Args:
+      body: statements.
+      chip: the chip.
+      ub: where operands lie, for bank conflicts; None assumes none.
+      choose: branch taken per predicate; a predicate that is missing takes the most expensive branch.
+    """
+    rows: list[OpRow] = []
+    loops = 0.0
+    flops = 0.0
+
+    def visit(stmts: Sequence[Stmt], times: int) -> None:
+        nonlocal loops, flops
+        for stmt in stmts:
+            if isinstance(stmt, VecOp):
+                rows.append(OpRow(stmt.op, stmt.kind, stmt.where, times, op_cost(stmt, chip, ub)))
+            elif isinstance(stmt, Loop):
+                loops += times * stmt.count * chip.loop_cycles
+                visit(stmt.body, times * stmt.count)
+            elif isinstance(stmt, When):
+                visit(_branch(stmt, chip, ub, choose or {}), times)
+            elif isinstance(stmt, CubeOp):
+                flops += times * stmt.flops
+            elif isinstance(stmt, Copy):
+                continue
+
+    visit(body, 1)
+    busy = sum(r.times * r.cost.busy for r in rows)
+    instructions = sum(r.times * r.cost.instructions for r in rows)
+    conflict = sum(r.times * r.cost.conflict for r in rows)
+    repeats = sum(r.times * r.cost.repeats for r in rows)
+    first = chip.vec_head_first - chip.vec_head if instructions else 0.0
+    vector = instructions * chip.vec_head + first + busy + conflict
+    return BodyCost(vector, instructions, repeats, conflict, loops, flops, tuple(rows))
+
+
+def _branch(stmt: When, chip: ChipSpec, ub: UbMap | None, choose: dict[Expr, int]) -> Sequence[Stmt]:
+    if stmt.predicate in choose:
+        number = min(max(int(choose[stmt.predicate]), 0), len(stmt.branches) - 1)
+        return stmt.branches[number]
+    return max(stmt.branches, key=lambda b: body_cost(b, chip, ub).vector)

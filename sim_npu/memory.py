@@ -1,0 +1,111 @@
+"""Global memory: which bytes hit L2, how fast all cores together move them, and how cores share that rate.
+
+The working set W is every array's bytes once. A set that fits L2 is read from it when `cache="warm"` (the kernel
+ran before on the same arrays) and written back later, outside the kernel. Beyond L2 the share that hits falls
+linearly to nothing at W = 2 L2 (a random-replacement cache; assumed). First reads of a cold cache come from HBM.
+Re-reads (a second pass over a row, a parameter read by every core) hit L2 if what all cores touch in between fits.
+
+    chip rate = min(L2 rate, HBM rate / share of bytes that miss)
+    read rate of a core = min(its own, chip rate * reads / (reads + writes) / (cores * duty^1/2))
+    write rate of a core = min(its own, chip rate / (cores * duty^1/2))
+
+`duty` is the share of time that copy unit is busy: cores that rarely copy seldom meet. The exponent lies between cores
+in lockstep (0) and cores at random phases (1); it is fitted to the A2 add and 910B4 samples together.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sim_npu.chips import ChipSpec
+from sim_npu.ir import TileProgram, dtype_bytes
+from sim_npu.schedule import Schedule
+
+CACHES = ("warm", "cold", "bypass")
+DUTY_EXPONENT = 0.5
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one kernel on all cores.
+
+    Attributes:
+      reads, writes: between global memory and unified buffers.
+      unique_reads, unique_writes: every array element once.
+      hbm_reads, hbm_writes: part that misses L2.
+      chip_gbps: rate of all cores together, GB/s.
+    """
+
+    reads: int
+    writes: int
+    unique_reads: int
+    unique_writes: int
+    hbm_reads: float
+    hbm_writes: float
+    chip_gbps: float
+
+    @property
+    def total(self) -> int:
+        """Reads and writes."""
+        return self.reads + self.writes
+
+    @property
+    def l2_hit(self) -> float:
+        """Share of the traffic that stays in L2."""
+        return 1.0 - (self.hbm_reads + self.hbm_writes) / self.total if self.total else 1.0
+
+    @property
+    def bound_us(self) -> float:
+        """Time in which the chip can move all of it, µs."""
+        return self.total / self.chip_gbps / 1e3
+
+
+def traffic(program: TileProgram, sched: Schedule, chip: ChipSpec, cache: str) -> Traffic:
+    """Where the bytes of a scheduled program come from and go to.
+
+    Raises:
+      ValueError: if `cache` is not "warm", "cold" or "bypass" (inputs do not enter L2).
+    """
+    unique = {"in": 0, "out": 0}
+    for block in program.blocks:
+        unique[block.role] += math.ceil(math.prod(block.array_shape) * dtype_bytes(block.dtype))
+    unique_in, unique_out = min(unique["in"], sched.bytes_in), min(unique["out"], sched.bytes_out)
+    between = sched.core_bytes_in * sched.cores / max(1, len(sched.codes))  # all cores, one parallel position
+    return split_traffic(sched.bytes_in, sched.bytes_out, unique_in, unique_out, between, chip, cache)
+
+
+def split_traffic(
+    reads: int, writes: int, unique_in: int, unique_out: int, between: float, chip: ChipSpec, cache: str
+) -> Traffic:
+    """`traffic` from byte counts: `between` is what all cores touch between two reads of the same bytes."""
+    if cache not in CACHES:
+        raise ValueError(f"`cache` must be one of {CACHES}; got {cache!r}.")
+    working_set = unique_out if cache == "bypass" else unique_in + unique_out
+    hit = min(1.0, max(0.0, 2.0 - working_set / chip.l2_bytes))
+    first = unique_in * (1.0 - hit if cache == "warm" else 1.0)
+    again = (reads - unique_in) * (0.0 if between <= chip.l2_bytes and cache != "bypass" else 1.0 - hit)
+    hbm_reads, hbm_writes = first + again, writes * (1.0 - hit)
+    share = (hbm_reads + hbm_writes) / max(1, reads + writes)
+    rate = min(chip.l2_gbps, chip.chip_gbps / share if share > 0 else chip.l2_gbps)
+    return Traffic(reads, writes, unique_in, unique_out, hbm_reads, hbm_writes, rate)
+
+
+def core_rates(t: Traffic, cores: int, duty: tuple[float, float], chip: ChipSpec) -> tuple[float, float]:
+    """(read, write) bytes per cycle of one of `cores` equal cores whose copy units are busy `duty` of the time."""
+    chip_rate = t.chip_gbps * 1e3 / chip.clock_mhz  # bytes per cycle
+    reading, writing = (max(1.0, cores * max(min(d, 1.0), 1e-3) ** DUTY_EXPONENT) for d in duty)
+    read_share = t.reads / t.total if t.total else 1.0
+    return (
+        min(chip.mte2_bytes_per_cycle, chip_rate * read_share / reading),
+        min(chip.mte3_bytes_per_cycle, chip_rate / writing),
+    )
+
+
+def copy_cycles(bursts: int, size: int, head: float, rate: float, chip: ChipSpec) -> float:
+    """Cycles of one copy instruction of `bursts` pieces, `size` bytes in all: each piece rounds up to 32 B."""
+    if size <= 0:
+        return 0.0
+    bursts = max(1, bursts)
+    piece = -(-size // bursts)
+    return head + (bursts - 1) * chip.burst_cycles + bursts * (-(-piece // 32) * 32) / rate

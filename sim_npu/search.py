@@ -1,0 +1,128 @@
+"""Choosing among plans: the fastest, the whole ranking, and why one plan is what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sim_npu.chips import ChipSpec
+from sim_npu.footprint import CapacityError
+from sim_npu.hints import hints
+from sim_npu.plan import TilePlan, enumerate_plans
+from sim_npu.result import SimReport
+from sim_npu.simulate import as_shape, simulate
+
+
+@dataclass(frozen=True)
+class PlanSearch:
+    """Plans of one call, fastest first.
+
+    Attributes:
+      reports: one per plan that fits.
+      rejected: plans that do not fit, with the reason.
+    """
+
+    reports: tuple[SimReport, ...]
+    rejected: tuple[tuple[TilePlan, str], ...]
+
+    @property
+    def best(self) -> SimReport:
+        """The fastest plan's report."""
+        return self.reports[0]
+
+    def table(self, top: int = 10) -> str:
+        """The `top` fastest plans as text."""
+        lines = [f"{'us':>10}  {'MTE2':>6} {'V':>6} {'MTE3':>6}  {'UB':>5}  plan"]
+        for report in self.reports[:top]:
+            k = max(report.kernels, key=lambda k: k.total_us)
+            ratios = " ".join(f"{k.ratio(u):6.0%}" for u in ("MTE2", "V", "MTE3"))
+            lines.append(
+                f"{report.total_us:10.2f}  {ratios}  {k.ub.used / k.ub.capacity:5.0%}  {report.plan.describe()}"
+            )
+        if self.rejected:
+            lines.append(f"{len(self.rejected)} plans do not fit the unified buffer")
+        return "\n".join(lines)
+
+
+def rank_plans(
+    fn: Callable,
+    *args: Any,
+    chip: str | ChipSpec = "910b2",
+    plans: Sequence[TilePlan] | None = None,
+    cache: str = "warm",
+    **kwargs: Any,
+) -> PlanSearch:
+    """Every plan of `plans` (by default the function's own space times queue depths), simulated and sorted.
+
+    Raises:
+      CapacityError: if no plan fits; the text is that of the last one tried.
+    """
+    shaped = [as_shape(a) for a in args]
+    plans = enumerate_plans(fn, *shaped) if plans is None else plans
+    reports, rejected = [], []
+    for plan in plans:
+        try:
+            reports.append(simulate(fn, *args, chip=chip, plan=plan, cache=cache, explain_capacity=False, **kwargs))
+        except CapacityError as error:
+            rejected.append((plan, str(error)))
+    if not reports:
+        raise CapacityError(rejected[-1][1] if rejected else "`plans` is empty.")
+    return PlanSearch(tuple(sorted(reports, key=lambda r: r.total_us)), tuple(rejected))
+
+
+def best_plan(
+    fn: Callable,
+    *args: Any,
+    chip: str | ChipSpec = "910b2",
+    plans: Sequence[TilePlan] | None = None,
+    cache: str = "warm",
+    **kwargs: Any,
+) -> TilePlan:
+    """The fastest plan that fits.
+
+    >>> from sim_npu import demos
+    >>> best_plan(demos.rms_norm, ((4096, 1024), "float16"), ((1024,), "float16")).queue_depth > 1
+    True
+    """
+    return rank_plans(fn, *args, chip=chip, plans=plans, cache=cache, **kwargs).best.plan
+
+
+def explain(
+    fn: Callable, *args: Any, chip: str | ChipSpec = "910b2", plan: TilePlan | None = None, **kwargs: Any
+) -> str:
+    """Why a plan takes the time it takes, and what would change it, in a few sentences."""
+    report = simulate(fn, *args, chip=chip, plan=plan, **kwargs)
+    lines = []
+    for k in report.kernels:
+        name, bound = k.limit
+        lines.append(
+            f"{k.name} takes {k.total_us:.2f} us on {k.schedule.cores} cores: {k.launch_us:.2f} us launch, "
+            f"{k.core_us:.2f} us work. The {name} bound is {bound:.2f} us, so it runs at {k.fraction:.0%} of the speed "
+            f"of light. {k.bottleneck} is busiest ({k.ratio(k.bottleneck):.0%} of the time)."
+        )
+        tenants = ", ".join(f"{t.name} {t.total / 1024:.0f} KiB" for t in k.ub.biggest())
+        lines.append(f"  UB: {k.ub.used / 1024:.0f} of {k.ub.capacity / 1024:.0f} KiB, mostly {tenants}.")
+    for hint in hints(fn, *args, chip=chip, plan=plan, report=report, **kwargs):
+        lines.append(f"  {hint}")
+    return "\n".join(lines)
+
+
+def compare(reports: Sequence[SimReport]) -> str:
+    """Reports side by side; changes are against the first.
+
+    Raises:
+      ValueError: for an empty list.
+    """
+    if not reports:
+        raise ValueError("`reports` must not be empty.")
+    first = reports[0].total_us
+    lines = [f"{'us':>10} {'change':>8}  {'bytes MB':>9} {'MTE2':>6} {'V':>6} {'MTE3':>6}  what"]
+    for r in reports:
+        busy = {
+            u: sum(k.busy_us[u] for k in r.kernels) / sum(k.core_us for k in r.kernels) for u in ("MTE2", "V", "MTE3")
+        }
+        ratios = " ".join(f"{busy[u]:6.0%}" for u in busy)
+        what = f"{r.name} on {r.chip.name}, {r.plan.describe()}, {r.profile}, {r.cache}"
+        lines.append(f"{r.total_us:10.2f} {r.total_us / first - 1:+8.1%}  {r.bytes / 1e6:9.2f} {ratios}  {what}")
+    return "\n".join(lines)
