@@ -225,7 +225,7 @@ def multi_add_rms_norm(
 
     The other arguments, returns, raises and gradients are those of `add_rms_norm`.
 
-    Source: ops-nn's MultiAddRmsNormDynamicQuant, without the quantisation.
+    Source: ops-nn's MultiAddRmsNormDynamicQuant.
 
     >>> multi_add_rms_norm([jnp.ones((1, 2))] * 3, jnp.ones((1, 2))).residual.tolist()
     [[4.0, 4.0]]
