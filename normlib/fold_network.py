@@ -155,9 +155,7 @@ def _fold_pair(network: FoldedNetwork, pair: FoldPair, remove_norms: bool) -> No
         _make_identity(pair, stats, affine, values, keep_bias=bias is None)
 
 
-def _make_identity(
-    pair: FoldPair, stats: dict, affine: dict, folded: Folded, values: tuple, *, keep_bias: bool
-) -> None:
+def _make_identity(pair: FoldPair, stats: dict, affine: dict, values: tuple, *, keep_bias: bool) -> None:
     """The norm as the identity; with `keep_bias` it adds what the layer has no bias for."""
     mean, var = (jnp.asarray(t) for t in values[2:4])
     # recomputed with float32 zeros for a kernel, so that the norm's own dtypes round it and not the kernel's

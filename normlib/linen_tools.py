@@ -56,7 +56,8 @@ def apply_with_moments(module: nn.Module, variables: Any, *args, mutable: Any = 
 
 def _measure(call, args, kwargs, context):
     module = context.module
-    if isinstance(module, BATCH_NORMS) and context.method_name == "__call__":
+    stands_in = isinstance(module, _Converted)  # for a layer that has been measured already
+    if isinstance(module, BATCH_NORMS) and not stands_in and context.method_name == "__call__":
         moments = measured(module, args[0] if args else kwargs["x"], kwargs.get("mask"))
         module.sow(COLLECTION, "moments", moments, init_fn=lambda: None, reduce_fn=_both)
     return call(*args, **kwargs)

@@ -162,7 +162,7 @@ PROVENANCE = {
     "l2_gbps": Provenance("assumed", "cores x clock x rate of one core"),
     "launch_us": Provenance("fitted", B4_TRACE),
     "setup_us": Provenance("fitted", B4_TRACE),
-    "core_start_us": Provenance("fitted", OPS_NN),
+    "core_start_us": Provenance("fitted", A2_ADD),
     "cube_flops_per_cycle": Provenance("documented", "16 x 16 x 16 multiply-adds per cycle, MANUAL"),
 }
 
@@ -196,6 +196,10 @@ _B4_PIPES = {
     "launch_us": 0.55,
     "setup_us": 1.7,
 }
+_B2_SOURCES = {
+    "chip_gbps": Provenance("fitted", f"{A2_ADD}, scaled by clock"),
+    "core_start_us": Provenance("fitted", OPS_NN),
+}
 _B4_SOURCES = dict.fromkeys((*_B4_PIPES, "chip_gbps"), Provenance("fitted", B4_TRACE))
 _950_SOURCES = dict.fromkeys(
     ("l2_gbps", "vec_head", "mte2_bytes_per_cycle", "mte3_bytes_per_cycle"), Provenance("fitted", OPS_NN)
@@ -204,8 +208,8 @@ _950_SOURCES = dict.fromkeys(
 CHIPS: dict[str, ChipSpec] = {
     c.name: c
     for c in (
-        _a2("910b1", 48, 1850.0, chip_gbps=1580.0),
-        _a2("910b2", 48, 1800.0, chip_gbps=1580.0),
+        _a2("910b1", 48, 1850.0, chip_gbps=1640.0, core_start_us=10.0),
+        _a2("910b2", 48, 1800.0, chip_gbps=1600.0, core_start_us=2.0, sources=_B2_SOURCES),
         _a2("910b3", 40, 1800.0, sources=_INI_RATE),
         _a2(
             "910b4",

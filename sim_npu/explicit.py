@@ -72,6 +72,20 @@ def explicit_events(
     return events
 
 
+def check_copies(program: TileProgram, chip: ChipSpec) -> None:
+    """Refuse a DataCopyPad of odd bytes where the chip has none.
+
+    Raises:
+      ValueError: naming the queue.
+    """
+    for stmt in walk(program.body):
+        if isinstance(stmt, Copy) and stmt.pad and stmt.burst_bytes % 32 and not chip.has_datacopypad:
+            raise ValueError(
+                f"`{program.name}` copies pieces of {stmt.burst_bytes} B of queue {stmt.queue} with DataCopyPad, which "
+                f"{chip.name} does not have. Copy multiples of 32 B with `data_copy`."
+            )
+
+
 def sync_cycles(chip: ChipSpec) -> float:
     """Cycles until all cores have met.
 

@@ -93,10 +93,11 @@ class _Value:
 def ub_map(program: TileProgram, chip: ChipSpec, plan: TilePlan) -> UbMap:
     """The unified buffer of `program` under `plan`; check `.fits`."""
     pieces: list[tuple[str, str, int, int, tuple[str, ...]]] = []
+    depths = queue_depths(program, chip, plan)
     for block in program.blocks:
         if block.space == "ub":
-            copies = plan.queue_depth if moves(block, program.grid) else 1
-            pieces.append((block.name, block.role, tile_bytes(block.block_shape, block.dtype), copies, ()))
+            size = tile_bytes(block.block_shape, block.dtype)
+            pieces.append((block.name, block.role, size, depths.get(block.name, 1), ()))
     for queue in program.queues:
         pieces.append((queue.name, f"queue {queue.role}", tile_bytes(queue.shape, queue.dtype), queue.depth, ()))
     for scratch in program.scratch:
@@ -114,6 +115,25 @@ def ub_map(program: TileProgram, chip: ChipSpec, plan: TilePlan) -> UbMap:
         tenants.append(Tenant(name, kind, size, copies, address, names))
         address += size * copies
     return UbMap(chip.ub_bytes, tuple(tenants), {v: f"slot{i}" for v, i in slots.items()})
+
+
+def queue_depths(program: TileProgram, chip: ChipSpec, plan: TilePlan) -> dict[str, int]:
+    """Buffers of each moving block's queue: the plan's depth, within the buffers a queue position has.
+
+    A position (all inputs, or all outputs) has `max_queue_depth` buffers in hardware, and a pair of units `event_ids`
+    flags to hand them over; beyond, the smallest tiles give theirs up first, since a small copy hides least.
+    """
+    depths: dict[str, int] = {}
+    for role in ("in", "out"):
+        mine = [b for b in program.blocks if b.role == role and b.space == "ub" and moves(b, program.grid)]
+        mine.sort(key=lambda b: tile_bytes(b.block_shape, b.dtype))
+        depth = dict.fromkeys((b.name for b in mine), plan.queue_depth)
+        limit = min(chip.max_queue_depth, chip.event_ids)
+        while sum(depth.values()) > limit and max(depth.values()) > 1:
+            name = next(n for n, d in depth.items() if d > 1)
+            depth[name] -= 1
+        depths |= depth
+    return depths | {q.name: q.depth for q in program.queues}
 
 
 def moves(block: BlockUse, grid: Sequence[int]) -> bool:

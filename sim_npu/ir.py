@@ -29,27 +29,39 @@ Expr = int | float | bool | tuple
 
 UNKNOWN: Expr = ("unknown",)
 
+
+def _number(value: Any) -> np.ndarray:
+    """A comparison's result counts as 0 or 1 in arithmetic (NumPy would or and and booleans)."""
+    array = np.asarray(value)
+    return array.astype(np.int64) if array.dtype == bool else array
+
+
+def _arithmetic(function: Any) -> Any:
+    return lambda *operands: function(*(_number(o) for o in operands))
+
+
+# XLA's integer division and remainder truncate towards zero; its logic is bitwise, which on booleans is logic.
 _OPERATORS: dict[str, Any] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "floordiv": np.floor_divide,
-    # XLA's integer division and remainder truncate towards zero.
-    "div": lambda a, b: np.trunc(np.divide(a, b)).astype(np.int64),
-    "rem": np.fmod,
-    "min": np.minimum,
-    "max": np.maximum,
+    "add": _arithmetic(np.add),
+    "sub": _arithmetic(np.subtract),
+    "mul": _arithmetic(np.multiply),
+    "floordiv": _arithmetic(np.floor_divide),
+    "div": _arithmetic(lambda a, b: np.trunc(np.divide(a, b)).astype(np.int64)),
+    "rem": _arithmetic(np.fmod),
+    "min": _arithmetic(np.minimum),
+    "max": _arithmetic(np.maximum),
+    "neg": _arithmetic(np.negative),
+    "sign": _arithmetic(np.sign),
     "eq": np.equal,
     "ne": np.not_equal,
     "lt": np.less,
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
-    "and": np.logical_and,
-    "or": np.logical_or,
-    "not": np.logical_not,
-    "neg": np.negative,
-    "sign": np.sign,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.invert,
     "select": lambda c, no, yes: np.where(c, yes, no),
 }
 OPERATORS = frozenset(_OPERATORS)
@@ -64,7 +76,7 @@ def expr(op: str, *operands: Expr) -> Expr:
     if any(operand == UNKNOWN for operand in operands):
         return UNKNOWN
     if all(isinstance(operand, (int, float, bool)) for operand in operands):
-        return _OPERATORS[op](*operands).item()
+        return _OPERATORS[op](*(np.asarray(o) for o in operands)).item()
     if op == "mul" and 1 in operands:
         return operands[1] if operands[0] == 1 else operands[0]
     if op == "add" and 0 in operands:

@@ -24,6 +24,8 @@ RULES: dict[str, tuple[str, int]] = {
     **dict.fromkeys(("gather", "scatter", "scatter-add", "sort"), ("gather", 1)),
 }
 REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
+# Outside kernels, XLA does these without moving data, or folds them into what follows.
+FREE = {"reshape", "squeeze", "expand_dims", "stop_gradient", "broadcast_in_dim", "iota", "copy", "slice", "pvary"}
 VIEWS = {"stop_gradient", "copy_p", "optimization_barrier", "slice", "dynamic_slice", "split"}
 
 

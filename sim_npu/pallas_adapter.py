@@ -18,7 +18,7 @@ and open jaxprs) is absorbed here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,10 +157,18 @@ def _jaxprs(eqn: Any) -> Iterator[Any]:
 def kernel_calls(fn: Callable, *args: Any, **kwargs: Any) -> tuple[KernelCall, ...]:
     """Every `pallas_call` in `fn(*args, **kwargs)`, in program order, also inside jit and custom derivatives.
 
+    Raises:
+      UnsupportedKernel: for a kernel inside a loop or a branch, whose turns a list of calls cannot say.
+
     >>> kernel_calls(lambda x: x + 1, jax.ShapeDtypeStruct((8,), "float32"))
     ()
     """
-    return tuple(kernel_call(eqn) for eqn in _kernel_equations(trace(fn, *args, **kwargs).jaxpr))
+    return calls_in(trace(fn, *args, **kwargs).jaxpr)
+
+
+def calls_in(jaxpr: Any) -> tuple[KernelCall, ...]:
+    """`kernel_calls` of a function that is already traced."""
+    return tuple(kernel_call(eqn) for eqn in _kernel_equations(jaxpr))
 
 
 def _kernel_equations(jaxpr: Any) -> Iterator[Any]:
@@ -169,6 +177,13 @@ def _kernel_equations(jaxpr: Any) -> Iterator[Any]:
             yield eqn
         elif (inner := inner_jaxpr(eqn)) is not None:
             yield from _kernel_equations(inner.jaxpr)
+        elif eqn.primitive.name == "shard_map":  # what one device runs
+            yield from _kernel_equations(_closed(eqn.params["jaxpr"]).jaxpr)
+        elif any(True for part in _parts(eqn) for _ in _kernel_equations(part)):
+            raise UnsupportedKernel(
+                f"a kernel inside `{eqn.primitive.name}` at {source_line(eqn)}: simulate what it repeats or chooses by "
+                "itself, or the whole function with `sim_npu.simulate_step`, which counts turns."
+            )
 
 
 def kernel_call(eqn: Any) -> KernelCall:
@@ -388,3 +403,30 @@ def source_line(eqn: Any) -> str:
 def is_literal(atom: Any) -> bool:
     """Whether a jaxpr operand is a constant written into the equation."""
     return isinstance(atom, jex.Literal)
+
+
+def masked_access(eqn: Any) -> tuple[Any, Any, Any]:
+    """(Ref, stored value or None, mask or None) of `masked_load`, `masked_swap` and `atomic_rmw`."""
+    ref, _, third, fourth = eqn.params["args_tree"].unflatten(eqn.invars)
+    if eqn.primitive.name == "masked_load":
+        return ref, None, third
+    return ref, third, fourth
+
+
+def _parts(eqn: Any) -> Iterator[Any]:
+    """Open jaxprs among an equation's parameters: bodies of loops, branches."""
+    for value in eqn.params.values():
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
+                yield _closed(part).jaxpr
+
+
+def outside_kernels(jaxpr: Any, free: Collection[str]) -> list[str]:
+    """Names of the primitives of `jaxpr` that lie outside its kernels, in order, but for those in `free`."""
+    names: list[str] = []
+    for eqn in jaxpr.eqns:
+        if (inner := inner_jaxpr(eqn)) is not None:
+            names += outside_kernels(inner.jaxpr, free)
+        elif not is_kernel_call(eqn) and eqn.primitive.name not in free:
+            names.append(eqn.primitive.name)
+    return names

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from sim_npu.result import KernelResult, SimReport
+from sim_npu.steps import StepReport
 
 COLORS = {"MTE2": "#3572b0", "V": "#d1702a", "MTE3": "#3d9156", "S": "#8a8a8a"}
 KINDS = {"in": "#3572b0", "out": "#3d9156", "scratch": "#8562a8", "temporary": "#d1702a"}
@@ -179,3 +180,38 @@ def roofline_svg(report: SimReport, *, width: int = 620, height: int = 380) -> s
         side, shift = ("end", -10) if px > 0.6 * width else ("start", 10)
         parts.append(_text(px + shift, py + 14, f"{k.name}: {k.fraction:.0%} of its bound", anchor=side))
     return _svg(width, height, parts)
+
+
+STEP_COLORS = ("#d1702a", "#8562a8", "#3d9156", "#b0a030", "#777777", "#b5577f")
+
+
+def step_svg(step: StepReport, *, width: int = 900) -> str:
+    """A step's kernels one after another on the cube and the vector cores; colours are kinds of kernel."""
+    left, top, lane, gap = 62, 34, 34, 10
+    plot = width - left - 16
+    total = step.total_us or 1.0
+    kinds = [k for k in step.shares() if k not in ("matrix product", "convolution")]
+    colors = {"matrix product": "#3572b0", "convolution": "#3572b0"}
+    colors |= {k: STEP_COLORS[i % len(STEP_COLORS)] for i, k in enumerate(kinds)}
+    title = f"{step.name} on {step.chip.name}: {total:.0f} us, cube and vector cores (rules assumed)"
+    parts = [_text(left, 18, title, size=13)]
+    rows = {"cube": top, "vector": top + lane + gap}
+    bottom = top + 2 * lane + gap
+    for tick in _ticks(0.0, total, 8):
+        x = left + plot * tick / total
+        parts += [_line(x, top - 4, x, bottom + 4, FAINT), _text(x, bottom + 18, f"{tick:g}", anchor="middle", size=11)]
+    parts.append(_text(left + plot, bottom + 32, "us", anchor="end", size=11))
+    for unit, y in rows.items():
+        parts += [_text(left - 8, y + lane / 2 + 4, unit, anchor="end"), _box(left, y, plot, lane, "#f4f4f4")]
+    now = 0.0
+    for op in step.ops:
+        x, w = left + plot * now / total, plot * op.us / total
+        hint = f"{op.name} ({op.kind}) x {op.times}: {op.us:.1f} us, {op.where}"
+        parts.append(_box(x, rows[op.unit], max(w - 0.3, 0.4), lane, colors[op.kind], hint))
+        now += op.us
+    x = float(left)
+    for kind, us in step.shares().items():
+        label = f"{kind} {us / total:.0%}"
+        parts += [_box(x, bottom + 40, 11, 11, colors[kind]), _text(x + 16, bottom + 50, label, size=11)]
+        x += 30 + 6.6 * len(label)
+    return _svg(width, bottom + 62, parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sim_npu.cost import OpRow
+from sim_npu.footprint import moves
 from sim_npu.result import KernelResult, SimReport
 
 UNITS = ("MTE2", "V", "MTE3")
@@ -68,6 +69,10 @@ def kernel_lines(k: KernelResult, report: SimReport) -> list[str]:
         lines.append(f"   {unit:<5} {_bar(busy)} active {busy:4.0%}, stall {1 - busy:4.0%}")
     lines += ["", *(f"   {line}" for line in ub_lines(k))]
     lines += ["", *(f"   {line}" for line in operation_lines(k))]
+    short = [t.name for t in k.ub.tenants if t.kind in ("in", "out") and 1 < k.plan.queue_depth > t.copies > 0]
+    moving = {b.name for b in k.program.blocks if moves(b, k.program.grid)}
+    if short := [name for name in short if name in moving]:
+        lines.append(f"   note: {', '.join(short)} have fewer buffers than the plan's depth; a queue position has few")
     for note in k.program.notes:
         lines.append(f"   note: {note}")
     for op, where in k.program.unknown():

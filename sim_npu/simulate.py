@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,10 +13,11 @@ import jax
 from sim_npu import pallas_adapter
 from sim_npu.chips import ChipSpec, get_chip
 from sim_npu.cost import BodyCost, body_cost
-from sim_npu.explicit import explicit_events, with_explicit_copies
-from sim_npu.footprint import CapacityError, UbMap, moves, ub_map
+from sim_npu.explicit import check_copies, explicit_events, with_explicit_copies
+from sim_npu.footprint import CapacityError, UbMap, queue_depths, ub_map
 from sim_npu.ir import TileProgram
 from sim_npu.memory import Traffic, copy_cycles, core_rates, traffic
+from sim_npu.oprules import FREE
 from sim_npu.plan import TilePlan, is_tunable
 from sim_npu.profiles import shipped_us
 from sim_npu.result import KernelResult, SimReport
@@ -83,7 +86,7 @@ def programs_of(fn: Kernel, *args: Any, plan: TilePlan | None = None, **kwargs: 
         return (fn,)
     if not callable(fn):
         return tuple(fn)
-    shaped = tuple(jax.tree.map(as_shape, a, is_leaf=_is_shape) for a in args)
+    shaped = shapes_of(args)
     if is_tunable(fn):
         kwargs = kwargs | {"plan": (plan or TilePlan()).tiling()}
     try:
@@ -101,15 +104,29 @@ def _trace_cached(fn: Callable, key: tuple) -> tuple[TileProgram, ...]:
 
 
 def _trace(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[TileProgram, ...]:
-    calls = pallas_adapter.kernel_calls(fn, *args, **kwargs)
+    jaxpr = pallas_adapter.trace(fn, *args, **kwargs).jaxpr
+    calls = pallas_adapter.calls_in(jaxpr)
     if not calls:
         name = getattr(fn, "__name__", fn)
-        raise ValueError(f"`fn` ({name}) calls no Pallas kernel; lay out a whole step with `sim_npu.layout` instead.")
-    return tuple(translate(call) for call in calls)
+        raise ValueError(
+            f"`fn` ({name}) calls no Pallas kernel; lay out a whole step with `sim_npu.simulate_step` instead."
+        )
+    programs = [translate(call) for call in calls]
+    outside = Counter(pallas_adapter.outside_kernels(jaxpr, FREE))
+    if outside:
+        names = ", ".join(name if n == 1 else f"{name} ({n})" for name, n in outside.items())
+        note = f"Outside the kernels, not included (see simulate_step): {names}."
+        programs[0] = dataclasses.replace(programs[0], notes=(*programs[0].notes, note))
+    return tuple(programs)
 
 
 def _is_shape(arg: Any) -> bool:
     return isinstance(arg, tuple) and len(arg) == 2 and isinstance(arg[0], tuple) and not isinstance(arg[1], tuple)
+
+
+def shapes_of(args: tuple) -> tuple:
+    """`args` with a ShapeDtypeStruct in place of every array and every `(shape, dtype)` pair, nested as they are."""
+    return tuple(jax.tree.map(as_shape, a, is_leaf=_is_shape) for a in args)
 
 
 def as_shape(arg: Any) -> Any:
@@ -126,10 +143,10 @@ def simulate_program(
 ) -> KernelResult:
     """One kernel; the plan must fit (`ub_map(...).fits`)."""
     ub = ub or ub_map(program, chip, plan)
+    check_copies(program, chip)
     sched = schedule(program, chip, plan)
     bodies = [body_cost(program.body, chip, ub, kind.choose) for kind in sched.kinds]
-    depth = {b.name: plan.queue_depth for b in program.blocks if moves(b, program.grid)}
-    depth |= {q.name: q.depth for q in program.queues}
+    depth = queue_depths(program, chip, plan)
     if program.queues:
         sched = with_explicit_copies(program, sched)
     moved = traffic(program, sched, chip, cache)

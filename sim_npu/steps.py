@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,12 +20,12 @@ from typing import Any
 from sim_npu import pallas_adapter as adapter
 from sim_npu.chips import ChipSpec, get_chip
 from sim_npu.ir import dtype_bytes
+from sim_npu.oprules import FREE
 from sim_npu.plan import TilePlan
-from sim_npu.simulate import as_shape, simulate_program
+from sim_npu.simulate import shapes_of, simulate_program
 from sim_npu.translate import translate
 
 FORMATS = ("nd", "fractal")
-FREE = {"reshape", "squeeze", "expand_dims", "stop_gradient", "broadcast_in_dim", "iota", "copy", "slice", "pvary"}
 FUSING = {
     *(
         "add",
@@ -123,11 +124,16 @@ class StepReport:
             flops, moved = sum(op.flops for op in mine) / 1e9, sum(op.bytes for op in mine) / 1e6
             n = sum(op.times for op in mine)
             lines.append(f"{kind:<20} {us:10.1f} {us / total:6.0%} {n:>8} {flops:10.3f} {moved:10.2f}")
-        lines += ["", f"{'largest kernels':<28} {'unit':<7} {'us':>10} {'share':>6} {'times':>6}  where"]
+        lines += ["", f"{'largest kernels':<36} {'unit':<7} {'us':>10} {'share':>6} {'times':>6}  where"]
         for op in sorted(self.ops, key=lambda op: -op.us)[:10]:
-            lines.append(f"{op.name:<28} {op.unit:<7} {op.us:10.1f} {op.us / total:6.0%} {op.times:>6}  {op.where}")
+            lines.append(f"{op.name:<36} {op.unit:<7} {op.us:10.1f} {op.us / total:6.0%} {op.times:>6}  {op.where}")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        from sim_npu.pictures import step_svg  # the pictures import this class
+
+        return f"<div>{step_svg(self)}<pre>{html.escape(str(self))}</pre></div>"
 
 
 @dataclass
@@ -143,7 +149,7 @@ class _Group:
     closed: bool = False
 
 
-def layout(
+def simulate_step(
     fn: Callable,
     *args: Any,
     chip: str | ChipSpec = "910b2",
@@ -166,14 +172,14 @@ def layout(
       ValueError: for an unknown format.
 
     >>> import jax.numpy as jnp
-    >>> step = layout(lambda x, w: jnp.tanh(x @ w), ((512, 512), "float16"), ((512, 512), "float16"))
+    >>> step = simulate_step(lambda x, w: jnp.tanh(x @ w), ((512, 512), "float16"), ((512, 512), "float16"))
     >>> [op.kind for op in step.ops]
     ['format conversion', 'format conversion', 'matrix product', 'element-wise']
     """
     if formats not in FORMATS:
         raise ValueError(f"`formats` must be one of {FORMATS}; got {formats!r}.")
     spec = get_chip(chip)
-    jaxpr = adapter.trace(fn, *(as_shape(a) for a in args), **kwargs)
+    jaxpr = adapter.trace(fn, *shapes_of(args), **kwargs)
     walker = _Walker(spec, fuse, formats, cache)
     walker.walk(jaxpr.jaxpr, 1)
     return StepReport(

@@ -149,9 +149,9 @@ def _repeat(core: _Core, count: int, once: Callable[[], None], steps: int) -> No
                 continue
             delta = now - history[-period] if history[-period].shape == now.shape else None
             before = history[-period] - history[-2 * period] if history[-2 * period].shape == now.shape else None
-            if delta is None or before is None or not np.allclose(delta, delta[0], rtol=1e-9, atol=1e-6):
+            if delta is None or before is None or not _close(delta, delta[0]):
                 continue
-            if np.allclose(delta, before, rtol=1e-9, atol=1e-6):
+            if _close(delta, before):
                 jump = (count - done) // period
                 core.shift(float(delta[0]) * jump, steps * period * jump)
                 done += jump * period
@@ -161,6 +161,11 @@ def _repeat(core: _Core, count: int, once: Callable[[], None], steps: int) -> No
         history.append(now)
         if len(history) > 2 * max(PERIODS):
             history.pop(0)
+
+
+def _close(a: np.ndarray, b: np.ndarray) -> bool:
+    """Equal within 1e-6 cycles or 1e-9 of the value (np.allclose, a dozen times faster on a handful of numbers)."""
+    return bool((np.abs(a - b) <= 1e-6 + 1e-9 * np.abs(b)).all())
 
 
 def _runs(codes: np.ndarray) -> list[tuple[int, int]]:

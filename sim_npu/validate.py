@@ -109,6 +109,24 @@ def _verdict(chip: str, op: str, table: _Table) -> str:
     return f"{chip} {op}: held out {shipped:.1%}, {beats} the naive formula's {naive:.1%}, {small} 20 %"
 
 
+def leave_one_out(rows: Sequence[Row]) -> list[str]:
+    """Error of each row under a fit to all others of its chip and operator, on average."""
+    lines = ["", "Leave-one-out over all rows, mean error: as_shipped, naive"]
+    for chip, op in dict.fromkeys((r.case.chip, r.case.op) for r in rows):
+        mine = [r for r in rows if (r.case.chip, r.case.op) == (chip, op)]
+        means = []
+        for feature in ("core", "bytes"):
+            x = [getattr(r, feature) / (1e6 if feature == "bytes" else 1.0) for r in mine]
+            y = [r.case.us for r in mine]
+            guesses = []
+            for i in range(len(mine)):
+                a, b = fit_line(x[:i] + x[i + 1 :], y[:i] + y[i + 1 :])
+                guesses.append(a + b * x[i])
+            means.append(mean_error(guesses, y))
+        lines.append(f"{chip:<7} {op:<19} {means[0]:6.1%} {means[1]:6.1%}")
+    return lines
+
+
 def _correlations(rows: Sequence[Row]) -> list[str]:
     lines = []
     for chip in dict.fromkeys(r.case.chip for r in rows):
@@ -128,7 +146,9 @@ def validation_text() -> str:
     lines = ["This is a model; every measured figure is public (sim_npu/measured.py).", ""]
     lines += ["A2 add sample, 8192 x 8192 float16 (chip 910b1)", *add_table(A2_ADD, 0.05), ""]
     lines += ["910B4 add samples", *add_table(B4_ADD, 0.15)]
-    lines += operator_tables(model_rows())
+    rows = model_rows()
+    lines += operator_tables(rows)
+    lines += leave_one_out(rows)
     return "\n".join(lines)
 
 

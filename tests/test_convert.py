@@ -158,3 +158,13 @@ def test_a_thing_that_is_no_model():
 def test_settings_that_contradict_one_another():
     with pytest.raises(ValueError, match="`momentum`"):
         nnx_tools.convert_batch_norm(NnxNet(flax_nnx.Rngs(0)), momentum=2.0)
+
+
+def test_a_converted_linen_model_is_measured_once():
+    """The layer that stands in for another is not counted beside it."""
+    variables = Net().init(jax.random.key(1), X)
+    ghost = linen_tools.convert_batch_norm(Net(), virtual_batch_size=4)
+    _, moments = linen_tools.apply_with_moments(ghost, variables, X)
+    assert moments["BatchNorm_0"].count.tolist() == [len(X)] * 3
+    assert moments["Inner_0"]["own"].count.tolist() == [len(X)] * 3
+    assert moments["given"].count.tolist() == [len(X)] * 3

@@ -138,8 +138,9 @@ TWICE = [("first", "after"), ("grouped", "after")]
 
 
 @pytest.mark.parametrize(("pairs", "match"), [
-    ([("first", "nowhere")], "'nowhere' is not in batch_stats"), ([("no/first", "after")], "'no/first' is not in params"),
-    ([("after", "last")], "'after' has no kernel"), (TWICE, "names the norm 'after' twice"),
+    ([("first", "nowhere")], "'nowhere' is not in batch_stats"),
+    ([("no/first", "after")], "'no/first' is not in params"), ([("after", "last")], "'after' has no kernel"),
+    (TWICE, "names the norm 'after' twice"),
     ([nl.FoldPair("first", "before", norm_first=True)], "`padding` of 'first'.*must be given"),
     ([nl.FoldPair("first", "before", norm_first=True, padding="SAME")], "`padding` must be 'VALID'"),
 ])  # fmt: skip

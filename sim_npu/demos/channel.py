@@ -65,10 +65,20 @@ def channel_stats(
             sum_ref[...] = jnp.zeros_like(sum_ref)
             square_ref[...] = jnp.zeros_like(square_ref)
 
-        row = (p * turns + t) * rows + jax.lax.broadcasted_iota(jnp.int32, (rows, c), 0)
-        v = jnp.where(row < n, x_ref[...].astype(jnp.float32), 0.0)
-        sum_ref[...] += jnp.sum(v, axis=0, keepdims=True)
-        square_ref[...] += jnp.sum(v * v, axis=0, keepdims=True)
+        first = (p * turns + t) * rows
+
+        def add(masked):
+            v = x_ref[...].astype(jnp.float32)
+            if masked:
+                v = jnp.where(first + jax.lax.broadcasted_iota(jnp.int32, (rows, c), 0) < n, v, 0.0)
+            sum_ref[...] += jnp.sum(v, axis=0, keepdims=True)
+            square_ref[...] += jnp.sum(v * v, axis=0, keepdims=True)
+
+        if parts * turns * rows > n:  # only blocks that reach beyond the array need a mask
+            pl.when(first + rows > n)(lambda: add(True))
+            pl.when(first + rows <= n)(lambda: add(False))
+        else:
+            add(False)
 
     out = jax.ShapeDtypeStruct((parts, 1, c), jnp.float32)
     spec = pl.BlockSpec((None, 1, c), lambda p, t: (p, 0, 0))
@@ -88,7 +98,7 @@ def channel_stats(
 def _merge(sums: jax.Array, squares: jax.Array, n: int, per_part: int, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """Chan's merge of partial sums in the order of the parts; the last part holds what is left of `n`."""
     parts, c = sums.shape
-    width = min(c, 256)
+    width = min(c, 128)
 
     def merge(sum_ref, square_ref, mean_ref, m2_ref):
         def add_part(p, carry):

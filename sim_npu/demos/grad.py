@@ -46,13 +46,45 @@ def channel_grad(
       dx `[N, C, R]` in x's dtype, dscale `[C]`, dbias `[C]` in float32.
     """
     n, c, r = x.shape
-    nb, cb, rb = _block(n, c, r, plan or TilePlan())
+    block = _block(n, c, r, plan or TilePlan())
+    nb, cb, rb = block
     flat = r == 1  # [N, C]: channels along lanes
-    axes, column = ((0,), (1, cb)) if flat else ((0, 2), (1, cb, 1))
-    block = (nb, cb) if flat else (nb, cb, rb)
     turns = (pl.cdiv(n, nb), pl.cdiv(r, rb))
-    resident = turns == (1, 1)
-    phases = 2 if training and not resident else 1
+    phases = 2 if training and turns != (1, 1) else 1
+    tile, column = (block[:2], (1, cb)) if flat else (block, (1, cb, 1))
+    stat_shape = (1, c) if flat else (1, c, 1)
+
+    def moving(j, phase, i, t):
+        return (i, j) if flat else (i, j, t)
+
+    def written(j, phase, i, t):
+        on = phase if phases == 2 else 1  # the only phase writes, or the second
+        return (i * on, j) if flat else (i * on, j, t * on)
+
+    array = (n, c) if flat else x.shape
+    stats = pl.BlockSpec(column, lambda j, phase, i, t: (0, j) if flat else (0, j, 0))
+    dx, dscale, dbias = pl.pallas_call(
+        _kernel(x.shape, block, phases, training),
+        name="channel_grad",
+        grid=(pl.cdiv(c, cb), phases, *turns),
+        in_specs=[pl.BlockSpec(tile, moving), pl.BlockSpec(tile, moving), stats, stats, stats],
+        out_specs=[pl.BlockSpec(tile, written), stats, stats],
+        out_shape=[
+            jax.ShapeDtypeStruct(array, x.dtype),
+            jax.ShapeDtypeStruct(stat_shape, jnp.float32),
+            jax.ShapeDtypeStruct(stat_shape, jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary")),
+        interpret=interpret,
+    )(dy.reshape(array), x.reshape(array), *(s.reshape(stat_shape).astype(jnp.float32) for s in (mean, rstd, scale)))
+    return dx.reshape(x.shape), dscale.reshape(c), dbias.reshape(c)
+
+
+def _kernel(shape: tuple[int, ...], block: tuple[int, int, int], phases: int, training: bool) -> Any:
+    """The body for arrays of `shape` in tiles of `block`."""
+    (n, _, r), (nb, cb, rb) = shape, block
+    flat = r == 1
+    axes, tile = ((0,), (nb, cb)) if flat else ((0, 2), block)
     inverse = 1.0 / (n * r)
 
     def kernel(dy_ref, x_ref, mean_ref, rstd_ref, scale_ref, dx_ref, dscale_ref, dbias_ref):
@@ -75,9 +107,9 @@ def channel_grad(
         def add(masked):
             g, h = dy_ref[...].astype(jnp.float32), xhat()
             if masked:
-                inside = jax.lax.broadcasted_iota(jnp.int32, block, 0) < n - i * nb
+                inside = jax.lax.broadcasted_iota(jnp.int32, tile, 0) < n - i * nb
                 if r % rb:
-                    inside &= jax.lax.broadcasted_iota(jnp.int32, block, 2) < r - t * rb
+                    inside &= jax.lax.broadcasted_iota(jnp.int32, tile, 2) < r - t * rb
                 g, h = jnp.where(inside, g, 0.0), jnp.where(inside, h, 0.0)
             dbias_ref[...] += jnp.sum(g, axis=axes, keepdims=True)
             dscale_ref[...] += jnp.sum(g * h, axis=axes, keepdims=True)
@@ -94,33 +126,7 @@ def channel_grad(
         if phases == 2:
             pl.when(phase == 1)(write)
 
-    cut = (lambda a: a.reshape(n, c)) if flat else (lambda a: a)
-    stat_shape = (1, c) if flat else (1, c, 1)
-    last = phases - 1  # 0 where the only phase writes
-
-    def moving(j, phase, i, t):
-        return (i, j) if flat else (i, j, t)
-
-    def written(j, phase, i, t):
-        on = phase if last else 1
-        return (i * on, j) if flat else (i * on, j, t * on)
-
-    stats = pl.BlockSpec(column, lambda j, phase, i, t: (0, j) if flat else (0, j, 0))
-    dx, dscale, dbias = pl.pallas_call(
-        kernel,
-        name="channel_grad",
-        grid=(pl.cdiv(c, cb), phases, *turns),
-        in_specs=[pl.BlockSpec(block, moving), pl.BlockSpec(block, moving), stats, stats, stats],
-        out_specs=[pl.BlockSpec(block, written), stats, stats],
-        out_shape=[
-            jax.ShapeDtypeStruct(cut(x).shape, x.dtype),
-            jax.ShapeDtypeStruct(stat_shape, jnp.float32),
-            jax.ShapeDtypeStruct(stat_shape, jnp.float32),
-        ],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary")),
-        interpret=interpret,
-    )(cut(dy), cut(x), *(s.reshape(stat_shape).astype(jnp.float32) for s in (mean, rstd, scale)))
-    return dx.reshape(x.shape), dscale.reshape(c), dbias.reshape(c)
+    return kernel
 
 
 def _block(n: int, c: int, r: int, plan: TilePlan) -> tuple[int, int, int]:

@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from sim_npu.plan import TilePlan
 
 UB_FOR_ROWS = 160 * 1024  # bytes of unified buffer that a default plan fills, leaving room for statistics
+UB_FOR_CHUNKS = 184 * 1024  # with temporaries of a chunk only, less needs to be left
 
 
 def _bytes_per_element(dtype: Any) -> int:
@@ -41,7 +42,7 @@ def default_plan(shape: tuple[int, ...], dtype: Any) -> TilePlan:
     if fit >= 1:
         return TilePlan(rows=min(fit, aim), residency="row")
     padded = pl.cdiv(d, 1024) * 1024
-    if 5 * itemsize * padded + 24 * 1024 <= UB_FOR_ROWS:  # x and y twice, the scale once; temporaries of a chunk
+    if 5 * itemsize * padded + 13 * 1024 <= UB_FOR_CHUNKS:  # x and y twice, the scale once; temporaries of a chunk
         return TilePlan(rows=1, chunk=1024, residency="row")
     return TilePlan(rows=1, chunk=4096, residency="stream")
 
@@ -66,7 +67,13 @@ def example_arrays(shape: tuple[int, ...], dtype: Any) -> tuple[jax.ShapeDtypeSt
 
 
 def rms_norm(
-    x: jax.Array, scale: jax.Array, *, eps: float = 1e-6, plan: TilePlan | None = None, interpret: bool = False
+    x: jax.Array,
+    scale: jax.Array,
+    *,
+    eps: float = 1e-6,
+    plan: TilePlan | None = None,
+    interpret: bool = False,
+    compiler_params: Any = None,
 ) -> jax.Array:
     """Row norm, statistics and product in float32, rounded once.
 
@@ -77,6 +84,7 @@ def rms_norm(
       plan: tiling; by default rows stay resident while they fit. A chunk with resident rows gives
         `rms_norm_chunked`, residency "stream" gives `rms_norm_stream`.
       interpret: run in Pallas' interpreter.
+      compiler_params: of the platform, such as Triton's; a streamed row has its own.
 
     Returns:
       `[N, D]` in x's dtype.
@@ -89,7 +97,7 @@ def rms_norm(
     if plan.chunk is None and plan.residency is None and plan.rows is None:
         plan = start
     if plan.chunk is not None:
-        return rms_norm_chunked(x, scale, eps=eps, plan=plan, interpret=interpret)
+        return rms_norm_chunked(x, scale, eps=eps, plan=plan, interpret=interpret, compiler_params=compiler_params)
     n, d = x.shape
     rows = min(plan.rows or start.rows or 1, n)
 
@@ -99,23 +107,30 @@ def rms_norm(
         rstd = 1.0 / jnp.sqrt(mean + eps)
         y_ref[...] = (v * rstd * scale_ref[...].astype(jnp.float32)).astype(y_ref.dtype)
 
-    return _call(kernel, "rms_norm", x, scale, rows, interpret)
+    return _call(kernel, "rms_norm", x, scale, rows, interpret, compiler_params)
 
 
 def rms_norm_chunked(
-    x: jax.Array, scale: jax.Array, *, eps: float = 1e-6, plan: TilePlan | None = None, interpret: bool = False
+    x: jax.Array,
+    scale: jax.Array,
+    *,
+    eps: float = 1e-6,
+    plan: TilePlan | None = None,
+    interpret: bool = False,
+    compiler_params: Any = None,
 ) -> jax.Array:
     """Row norm with resident rows, worked on in chunks: float32 temporaries of a chunk, not of a row.
 
-    Args and result as `rms_norm`; `plan.chunk` must be a power of two (default 1024).
+    Args and result as `rms_norm`; `plan.chunk` must be a power of two (1024 by default, less for short rows).
     """
     plan = plan or TilePlan()
     n, d = x.shape
-    chunk = plan.chunk or 1024
+    chunk = plan.chunk or min(1024, pl.next_power_of_2(d))
     if chunk & (chunk - 1):
         raise ValueError(f"`plan.chunk` must be a power of two, so that lanes fill; got {chunk}.")
     padded = pl.cdiv(d, chunk) * chunk
-    rows = min(plan.rows or max(1, min(16, UB_FOR_ROWS // (6 * max(d, chunk) * x.dtype.itemsize))), n)
+    per_row = 4 * x.dtype.itemsize * padded + 13 * chunk  # x and y twice; two float32 temporaries and masks of a chunk
+    rows = min(plan.rows or max(1, min(16, (UB_FOR_ROWS - 8 * padded) // per_row)), n)
     turns, tail = d // chunk, d % chunk
 
     def kernel(x_ref, scale_ref, y_ref):
@@ -139,7 +154,7 @@ def rms_norm_chunked(
 
         jax.lax.fori_loop(0, pl.cdiv(d, chunk), write, 0)
 
-    return _call(kernel, "rms_norm_chunked", x, scale, rows, interpret, width=padded)
+    return _call(kernel, "rms_norm_chunked", x, scale, rows, interpret, compiler_params, width=padded)
 
 
 def rms_norm_stream(
@@ -198,8 +213,17 @@ def rms_norm_stream(
     )(x, scale.reshape(1, d))
 
 
-def _call(kernel: Any, name: str, x: jax.Array, scale: jax.Array, rows: int, interpret: bool, width: int | None = None):
-    """One pass over blocks of whole rows; `width` pads the block, not the array."""
+def _call(
+    kernel: Any,
+    name: str,
+    x: jax.Array,
+    scale: jax.Array,
+    rows: int,
+    interpret: bool,
+    compiler_params: Any,
+    width: int | None = None,
+) -> jax.Array:
+    """One pass over blocks of whole rows; `width` pads the block, not the array. No step depends on another."""
     n, d = x.shape
     block = width or d
     return pl.pallas_call(
@@ -209,7 +233,7 @@ def _call(kernel: Any, name: str, x: jax.Array, scale: jax.Array, rows: int, int
         in_specs=[pl.BlockSpec((rows, block), lambda i: (i, 0)), pl.BlockSpec((1, block), lambda i: (0, 0))],
         out_specs=pl.BlockSpec((rows, block), lambda i: (i, 0)),
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        compiler_params=compiler_params,
         interpret=interpret,
     )(x, scale.reshape(1, d))
 

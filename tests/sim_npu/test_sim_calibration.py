@@ -1,0 +1,152 @@
+"""Constants against the public figures they come from, and the rule of the split."""
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sim_npu import calibration as cal
+from sim_npu import simulate
+from sim_npu.calibration import add_report, fit_line, is_fit, log_correlation, mean_error, model_rows
+from sim_npu.chips import CHIPS
+from sim_npu.measured import A2_ADD, B4_ADD, OPERATORS
+from sim_npu.profiles import SHIPPED
+from sim_npu.validate import add_table, naive_fits, operator_tables
+
+TABLES = Path(__file__).resolve().parents[3] / "shared" / "data"
+
+
+@pytest.mark.parametrize("case", A2_ADD, ids=lambda c: c.label)
+def test_the_a2_add_sample_is_within_5_percent(case):
+    report = add_report(case)
+
+    assert report.total_us == pytest.approx(case.total, rel=0.05)
+    assert report.kernels[0].busy_us["V"] == pytest.approx(case.v, rel=0.05)
+
+
+@pytest.mark.parametrize("case", B4_ADD, ids=lambda c: c.label)
+def test_the_910b4_samples_are_within_15_percent_on_every_unit(case):
+    report = add_report(case)
+    k = report.kernels[0]
+
+    assert report.total_us == pytest.approx(case.total, rel=0.15)
+    for unit, measured in (("MTE2", case.mte2), ("V", case.v), ("MTE3", case.mte3)):
+        assert k.busy_us[unit] == pytest.approx(measured, rel=0.15), unit
+
+
+def test_odd_cases_fit_and_even_cases_are_held_out():
+    split = {(c.chip, c.op, c.case): is_fit(c) for c in OPERATORS}
+
+    assert all(fit == (case % 2 == 1) for (_, op, case), fit in split.items() if op == "rms_norm")
+    # Only odd cases were published of these; every second one of the list is held out.
+    groups = [(case, fit) for (chip, op, case), fit in split.items() if (chip, op) == ("950", "group_norm")]
+    assert groups == [(1, True), (3, False), (5, True), (7, False), (11, True), (13, False), (17, True), (19, False)]
+
+
+def test_a_fit_finds_a_line_and_ignores_an_outlier():
+    x = np.arange(1.0, 12.0)
+    y = 3 + 2 * x
+    y[4] *= 5
+
+    assert fit_line(x, y) == pytest.approx((3, 2), rel=0.1)
+    assert fit_line([1, 2, 3], [2, 4, 6]) == pytest.approx((0, 2))
+    assert fit_line([1.0, 2.0, 3.0], [9.0, 9.0, 9.0]) == pytest.approx((9, 0))
+    assert all(v >= 0 for v in fit_line([1, 2, 3], [30, 20, 10]))
+
+
+@pytest.fixture(scope="module")
+def some_rows():
+    return model_rows(
+        [c for c in OPERATORS if (c.chip, c.op) in (("910b2", "group_norm"), ("950", "batch_norm_grad_v3"))]
+    )
+
+
+def test_shipped_constants_are_what_their_fit_rows_give(some_rows):
+    table = cal.refit(some_rows)
+
+    for key in (("910b2", "group_norm"), ("950", "batch_norm_grad_v3")):
+        assert SHIPPED[key] == pytest.approx(table[key], rel=1e-3)
+
+
+def test_held_out_channel_gradients_beat_the_naive_formula(some_rows):
+    held = [r for r in some_rows if r.case.chip == "950" and not r.fitted]
+    launch, factor = SHIPPED["950", "batch_norm_grad_v3"]
+    a, b = naive_fits(some_rows)["950", "batch_norm_grad_v3"]
+    measured = [r.case.us for r in held]
+
+    shipped = mean_error([launch + factor * r.core for r in held], measured)
+    assert shipped < mean_error([a + b * r.bytes for r in held], measured)
+
+
+def test_row_norm_on_910b2_follows_the_measurements():
+    rows = model_rows(
+        [c for c in OPERATORS if (c.chip, c.op) == ("910b2", "rms_norm") and c.case in (2, 4, 6, 10, 12, 14)]
+    )
+    launch, factor = SHIPPED["910b2", "rms_norm"]
+    shipped = [launch + factor * r.core for r in rows]
+    measured = [r.case.us for r in rows]
+
+    assert mean_error(shipped, measured) <= 0.20
+    assert log_correlation(shipped, measured) >= 0.95
+
+
+def test_tables_say_what_was_fitted_and_what_missed(some_rows):
+    text = "\n".join(operator_tables(some_rows))
+
+    assert "held out" in text and "fit" in text and "naive" in text
+    assert "NOT within 20 %" in text
+    assert "all rows are fit rows" in "\n".join(add_table(A2_ADD[:2], 0.05))
+
+
+def test_an_operator_profile_uses_its_own_constants():
+    args = ((4096, 1024), "float16"), ((1024,), "float16")
+    ideal = simulate(cal.KERNELS["rms_norm"], *args, chip="950")
+    shipped = simulate(cal.KERNELS["rms_norm"], *args, chip="950", profile="as_shipped:rms_norm")
+
+    launch, factor = SHIPPED["950", "rms_norm"]
+    assert shipped.total_us == pytest.approx(launch + factor * (ideal.total_us - ideal.kernels[0].launch_us))
+    with pytest.raises(ValueError, match="no measurements on 310p; there are"):
+        simulate(cal.KERNELS["rms_norm"], *args, chip="310p", profile="as_shipped")
+
+
+@pytest.mark.skipif(not TABLES.exists(), reason="the tables are not part of the repository")
+def test_restated_figures_equal_the_tables_they_come_from():
+    names = {"910B2": "910b2", "950PR": "950"}
+    rows = list(csv.DictReader((TABLES / "ascend_measured.csv").open()))
+    assert len(rows) == len(OPERATORS)
+    for row, case in zip(rows, OPERATORS):
+        assert (names[row["chip"]], row["op"], int(row["case"])) == (case.chip, case.op, case.case)
+        assert tuple(map(int, row["shape"].split("x"))) == case.shape
+        assert (row["dtype"], float(row["measured_us"])) == (case.dtype, case.us)
+        groups = json.loads(row["attrs"]).get("num_groups")
+        assert groups is None or dict(case.attrs)["groups"] == groups
+    for row, case in zip(csv.DictReader((TABLES / "ascend_pipe_calibration_a2_add.csv").open()), A2_ADD):
+        assert (int(row["cores"]), int(row["copy_bytes"]), float(row["total_us"])) == (
+            case.cores,
+            2 * case.tile,
+            case.total,
+        )
+
+
+@pytest.mark.skipif(not TABLES.exists(), reason="the tables are not part of the repository")
+@pytest.mark.parametrize(
+    ("chip", "column"),
+    [("910b1", "910B1"), ("910b2", "910B2"), ("910b3", "910B3"), ("910_93", "910_9391(A3)"), ("950", "910_95/950")],
+)
+def test_chip_sizes_equal_the_platform_table(chip, column):
+    table = {r["key"]: r[column] for r in csv.DictReader((TABLES / "ascend_platforms.csv").open())}
+    spec = CHIPS[chip]
+
+    assert (spec.cores, spec.cube_cores) == (int(table["vector_core"]), int(table["ai_core(cube)"]))
+    assert (spec.clock_mhz, spec.ub_bytes) == (float(table["clock"]), int(table["ub_usable_ascendc"]))
+    assert spec.l2_bytes == int(table["l2_size"]) << 20
+    assert spec.ub_bank_groups == int(table["ubbank_group_num"])
+
+
+def test_error_measures_by_hand():
+    assert mean_error([1.1, 1.8], [1.0, 2.0]) == pytest.approx(0.1)
+    assert log_correlation([1, 10, 100], [2, 20, 200]) == pytest.approx(1.0)
+    assert math.isnan(log_correlation([1.0], [1.0]))
