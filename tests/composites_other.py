@@ -32,9 +32,10 @@ def _renormalized(a):
     """Batch renorm with corrections inside and outside their bounds, which take no gradient."""
     mean, var = moments(a, a.x, (0, 1))
     stop = (lambda t: t) if a.np is np else jax.lax.stop_gradient
-    old = np.sqrt(RUNNING + 1e-5)
+    running = RUNNING + 0.0  # a new object: jax 0.12 remembers a NumPy constant in the dtype it first saw it in
+    old = np.sqrt(running + 1e-5)
     r = a.np.clip(stop(a.np.sqrt(var + 1e-5)) / old, 1 / 1.2, 1.2)
-    d = a.np.clip((stop(mean) - RUNNING) / old, -0.3, 0.3)
+    d = a.np.clip((stop(mean) - running) / old, -0.3, 0.3)
     y = ((a.x - mean) / a.np.sqrt(var + 1e-5) * r + d) * a.scale
     return (y + a.bias,), (abs(y) + 2 * abs(a.scale) + abs(a.bias),)
 
