@@ -23,6 +23,13 @@ def _example_names(doctest_namespace):
     doctest_namespace.update(jax=jax, jnp=jax.numpy, np=np)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _bounded_memory():
+    """Compiled programs of one file are not kept for the next: a worker would grow to 8 GB over the whole suite."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def double_precision():
     """Turn on float64 for one test."""
