@@ -18,8 +18,6 @@ from jax.nn import initializers
 from normlib import _layers
 from normlib._layers import Axes
 
-__all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
-
 
 def _affine(module: Any, x: jax.Array, features: tuple[int, ...]) -> tuple[jax.Array | None, jax.Array | None]:
     """The layer's scale and bias, created if they are not there: scale first, as Flax draws its keys."""

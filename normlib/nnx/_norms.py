@@ -21,8 +21,6 @@ from jaxtyping import Array
 from normlib import _layers
 from normlib._layers import Axes
 
-__all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
-
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
