@@ -144,3 +144,40 @@ def more_than_one(count: int, on_single: str, what: str) -> None:
             f"{what} has one value per set of statistics: the variance is 0 and y would be the bias, whatever x is. "
             'Use more rows (or share statistics over devices by `axis_name`), or `on_single="zero"` to accept that.'
         )
+
+
+def same_shape(t: Array, name: str, x: Array, other: str = "x1") -> Array:
+    """`t` as an array of the shape of `x`, the argument called `other`; never broadcast.
+
+    Raises:
+      ValueError: if it has another shape.
+    """
+    t = array(t, name)
+    if t.shape != x.shape:
+        raise ValueError(f"`{name}` must have the shape of `{other}`, {x.shape}; got {t.shape}.")
+    return t
+
+
+def number(value, name: str, *, least: float | None = None) -> float:
+    """`value`, if it is a real number, and not below `least` where one is given.
+
+    Raises:
+      TypeError: if it is not a number.
+      ValueError: if it is NaN or below `least`.
+    """
+    if isinstance(value, str | bool) or not isinstance(value, int | float | np.number):
+        raise TypeError(f"`{name}` must be a number; got {value!r}.")
+    if value != value or (least is not None and value < least):
+        raise ValueError(f"`{name}` must be a number" + ("" if least is None else f" >= {least}") + f"; got {value}.")
+    return float(value)
+
+
+def split_axis(axis_name):
+    """`axis_name`, if there is one.
+
+    Raises:
+      ValueError: if it is None or empty.
+    """
+    if not names(axis_name):
+        raise ValueError("`axis_name` must name the mesh axis over which rows are split; got None.")
+    return axis_name

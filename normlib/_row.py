@@ -31,17 +31,19 @@ class RowNormOutput(NamedTuple):
 
 def row_norm(
     x, scale, bias, *, axis, eps, centered, where, scale_offset, axis_name, axis_index_groups, method, rule, rescale,
-    batch_invariant, backend, out_dtype=None, quant=None, norm_round_first=False,
+    batch_invariant, backend, out_dtype=None, quant=None, norm_round_first=False, first=None,
 ) -> RowNormOutput:  # fmt: skip
-    """Normalise over `axis`; shapes and errors as `normlib.layer.layer_norm`."""
+    """Normalise over `axis`; shapes and errors as `normlib.layer.layer_norm`. `first` is one more mask of what is
+    measured, behind which entries are real all the same: a dynamic quantiser ranges over them."""
     x = check.array(x)
     axes = check.axes(axis, x.ndim)
     where = check.mask(where, x)
     dtype = output_dtype(x.dtype) if out_dtype is None else jnp.dtype(out_dtype)
+    measured = where if first is None else first if where is None else first & where
     scope = Scope(names=check.names(axis_name), groups=check.groups(axis_index_groups), method=method)
     out = normalize(
         x, check.parameter(scale, "scale", x, axes), check.parameter(bias, "bias", x, axes), axes=axes,
-        eps=check.epsilon(eps), centered=centered, where=where, scale_offset=scale_offset, scope=scope,
+        eps=check.epsilon(eps), centered=centered, where=measured, scale_offset=scale_offset, scope=scope,
         rule=rule, rescale=rescale, batch_invariant=batch_invariant, backend=backend,
         out_dtype=quantize.out_dtype(quant, dtype),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,10 +12,11 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
+from normlib._deferred import zeros
 from normlib._forward import Config, apply, by_channel, constant_along, effective, forward, pooled
 from normlib._varying import is_typed, like, varying
 from normlib.moments import Moments, positive
-from normlib.passes.xla import centred
+from normlib.passes.xla import centred, own_copy
 from normlib.precision import wide
 from normlib.scope import unbroadcast
 
@@ -37,9 +39,21 @@ def _reverse_fwd(config, *primals):
 
 
 def _reverse_bwd(config, residuals, cotangents):
+    dx, dscale, dbias = backward(config, residuals, cotangents)
+    return like(dx(), residuals[0]), dscale, dbias, None, None, None
+
+
+def backward(config: Config, residuals, cotangents) -> tuple[Callable[..., Array], Array | None, Array | None]:
+    """(dx, dscale, dbias) from what a forward kept and the cotangents of (y, moments, total).
+
+    dx is a function, so that who needs it twice (for an array and for the sum of it) computes it `again`, from operands
+    of its own: as one value it would be written out in float32. x and dy may be deferred on the XLA backend; dx is then
+    in the dtype that the deferred x states.
+    """
     x, scale, bias, where, own, total, rstd = residuals
     dy, d_own, d_total = cotangents
-    dy = jnp.zeros(x.shape, config.out_dtype or x.dtype) if isinstance(dy, SymbolicZero) else dy
+    if isinstance(dy, SymbolicZero):
+        dy = (zeros if config.backend == "xla" else jnp.zeros)(x.shape, config.out_dtype or x.dtype)
     scope = config.scope
     mean, low, rstd_c = by_channel(config, x, own, rstd)
     weight = effective(scale, config.scale_offset)
@@ -84,9 +98,10 @@ def _reverse_bwd(config, residuals, cotangents):
         c0 = c0 - (t0 / positive(total.count, n.dtype) + 2 * t1 * apart) / safe
         c1 = c1 - 2 * t1 / safe
     c0, c1 = (_expanded(config, x, c) for c in (c0, c1))
-    dx = config.passes.grad_apply(
-        x, dy, mean, low, rstd_c, weight, c1, c0 if config.centered else None, where=where
-    )  # fmt: skip
+
+    def dx(again=False):
+        given = x, dy, mean, low, rstd_c, weight, c1, c0 if config.centered else None
+        return config.passes.grad_apply(*(own_copy(*given) if again else given), where=where)
 
     def parameter(p, part):
         if p is None:
@@ -96,7 +111,7 @@ def _reverse_bwd(config, residuals, cotangents):
         found = unbroadcast((s0, s1)[part], p.shape) if shared else sums(axes)[part]
         return like(found, p)
 
-    return like(dx, x), parameter(scale, 1), parameter(bias, 0), None, None, None
+    return dx, parameter(scale, 1), parameter(bias, 0)
 
 
 reverse.defvjp(_reverse_fwd, _reverse_bwd, symbolic_zeros=True)

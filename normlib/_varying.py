@@ -32,7 +32,11 @@ def like(cotangent: Array, primal: Array) -> Array:
     The sum runs over varying(cotangent) - varying(primal) and nothing else: unconditional sums are P times too big
     where nothing is tracked and grad is taken outside.
     """
-    extra = varying(cotangent) - varying(primal)
+    return typed_like(cotangent, primal.dtype, varying(primal))
+
+
+def typed_like(cotangent: Array, dtype, names: frozenset[str]) -> Array:
+    """`like`, for a primal of `dtype` that varies over `names`."""
+    extra = varying(cotangent) - names
     summed = lax.psum(cotangent, tuple(sorted(extra))) if extra else cotangent
-    summed = vary(summed, sorted(varying(primal)))
-    return summed.astype(primal.dtype)
+    return vary(summed, sorted(names)).astype(dtype)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
+from normlib._per_sample import checked_mask, grouped, instances
 from normlib.engine import normalize
-from normlib.scope import Scope, axis_size
 
 
 def group_norm(
@@ -69,22 +67,11 @@ def group_norm(
     [[-1.0, 1.0, -1.0, 1.0]]
     """
     x = check.array(x)
-    (channel,) = check.axes(axis, x.ndim)
-    reduced = (
-        tuple(range(1, x.ndim)) if reduction_axes is None else check.axes(reduction_axes, x.ndim, "reduction_axes")
-    )
-    if channel not in reduced:
-        raise ValueError(
-            f"`reduction_axes` {reduced} must contain the channel axis {channel} of x, shape {x.shape}"
-            + ("; give them when the channels are axis 0." if reduction_axes is None else ".")
-        )
-    channels = x.shape[channel]
-    if not isinstance(num_groups, int) or num_groups < 1 or channels % num_groups:
-        raise ValueError(f"`num_groups` must divide the {channels} channels of x (axis {channel}); got {num_groups}.")
-    return _per_sample(
-        x, scale, bias, (channel,), tuple(a for a in reduced if a != channel), channels // num_groups,
-        {"channels": num_groups, "channel_axis": channel}, eps, where, scale_offset, axis_name, axis_index_groups,
-        method, on_single, rule, rescale, backend, out_dtype, "group_norm",
+    sets = grouped(
+        x, num_groups, axis, reduction_axes, axis_name=axis_name, axis_index_groups=axis_index_groups, method=method
+    )  # fmt: skip
+    return _normalized(
+        x, scale, bias, sets, eps, where, scale_offset, on_single, rule, rescale, backend, out_dtype, "group_norm"
     )  # fmt: skip
 
 
@@ -142,27 +129,69 @@ def instance_norm(
     [[[-1.0], [1.0]]]
     """
     x = check.array(x)
-    channels = check.axes(axis, x.ndim)
-    reduced = tuple(a for a in range(1, x.ndim) if a not in channels)
-    return _per_sample(
-        x, scale, bias, channels, reduced, 1, {}, eps, where, scale_offset, axis_name, axis_index_groups, method,
-        on_single, rule, rescale, backend, out_dtype, "instance_norm",
+    sets = instances(x, axis, axis_name=axis_name, axis_index_groups=axis_index_groups, method=method)
+    return _normalized(
+        x, scale, bias, sets, eps, where, scale_offset, on_single, rule, rescale, backend, out_dtype, "instance_norm"
     )  # fmt: skip
 
 
-def _per_sample(
-    x, scale, bias, channels, reduced, per_group, grouping, eps, where, scale_offset, axis_name, axis_index_groups,
-    method, on_single, rule, rescale, backend, out_dtype, operator,
-):  # fmt: skip
-    names = check.names(axis_name)
-    scope = Scope(names=names, groups=check.groups(axis_index_groups), method=method, **grouping)
-    where = check.mask(where, x)
-    if where is None:
-        sharing = len(scope.groups[0]) if scope.groups else axis_size(names)
-        entries = math.prod(x.shape[a] for a in reduced) * per_group * sharing
-        check.more_than_one(entries, on_single, f"{operator} of x with shape {x.shape}")
+def st_group_norm(
+    x: Num[Array, "n t h w c"],
+    scale: Float[Array, " c"] | None = None,
+    bias: Float[Array, " c"] | None = None,
+    *,
+    num_groups: int,
+    mode: str = "joint",
+    time_axis: int = 1,
+    axis: int = -1,
+    eps: float = 1e-5,
+    where: Bool[Array, ...] | None = None,
+    on_single: str = "raise",
+    rule: str = "reverse",
+    rescale: bool = False,
+    backend: str | None = None,
+) -> Array:
+    """Group normalization of video: statistics over space and time, or over the space of each frame.
+
+        y = (x - mean) / sqrt(var + eps) * scale + bias
+
+    Args:
+      x: `[N, T, H, W, C]`, or any rank with `time_axis` and `axis` naming frames and channels.
+      scale: `[C]` or None for ones.
+      bias: `[C]` or None for zeros.
+      num_groups: G; statistics are over C / G channels.
+      mode: "joint": over (C / G, T, H, W), one set per sample, as a 3-D group norm; "per_frame": over (C / G, H, W),
+        so that a frame does not depend on others (streaming).
+      time_axis: axis of the frames.
+      axis, eps, where, on_single, rule, rescale, backend: as `normlib.group_norm`.
+
+    Returns:
+      y in x's shape and dtype, rounded once.
+
+    Raises:
+      ValueError: for an unknown mode, or shapes, axes or groups that do not fit.
+
+    Source: Wu and He 2018, on video: statistics over time as well.
+
+    >>> x = jnp.array([0.0, 1.0, 4.0, 5.0]).reshape(1, 2, 1, 2, 1)
+    >>> st_group_norm(x, num_groups=1, mode="per_frame").ravel().round(2).tolist()
+    [-1.0, 1.0, -1.0, 1.0]
+    """
+    x = check.array(x)
+    check.one_of(mode, ("joint", "per_frame"), "mode")
+    (frames,) = check.axes(time_axis, x.ndim, "time_axis")
+    (channel,) = check.axes(axis, x.ndim)
+    if frames in (0, channel):
+        raise ValueError(f"`time_axis` {time_axis} is the axis of the samples or channels of x, shape {x.shape}.")
+    over = tuple(a for a in range(1, x.ndim) if mode == "joint" or a != frames)
+    sets = grouped(x, num_groups, axis, over)
+    return _normalized(x, scale, bias, sets, eps, where, 0.0, on_single, rule, rescale, backend, None, "st_group_norm")
+
+
+def _normalized(x, scale, bias, sets, eps, where, scale_offset, on_single, rule, rescale, backend, out_dtype, operator):
+    where = checked_mask(where, x, sets, on_single, operator)
+    scale, bias = (check.parameter(p, n, x, sets.channels) for p, n in ((scale, "scale"), (bias, "bias")))
     return normalize(
-        x, check.parameter(scale, "scale", x, channels), check.parameter(bias, "bias", x, channels), axes=reduced,
-        eps=check.epsilon(eps), where=where, scale_offset=scale_offset, scope=scope, rule=rule, rescale=rescale,
-        backend=backend, out_dtype=out_dtype,
+        x, scale, bias, axes=sets.reduced, eps=check.epsilon(eps), where=where, scale_offset=scale_offset,
+        scope=sets.scope, rule=rule, rescale=rescale, backend=backend, out_dtype=out_dtype,
     ).y  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Num
 
@@ -36,6 +37,7 @@ def rms_norm(
     out_dtype: DTypeLike | None = None,
     quant=None,
     norm_round_first: bool = False,
+    partial: float | None = None,
 ) -> Array | Quantized | DualQuantized | RowNormOutput:
     """Divide every row by its root mean square over `axis`.
 
@@ -61,6 +63,7 @@ def rms_norm(
       quant: quantise y: a `normlib.Static`, `Dual`, `Dynamic`, `Asymmetric`, `MX` or `StraightThrough`. Its scales are
         per tensor or of `scale`'s shape; its rows are those that are normalised.
       norm_round_first: round y to x's dtype before quantising; False quantises the float32 value.
+      partial: p-RMSNorm, in (0, 1]: only the first ceil(partial * D) entries along `axis`, one axis, are measured.
 
     Returns:
       y in x's shape and dtype (float32 for integers) or `out_dtype`, rounded once. With `quant` its codes
@@ -71,7 +74,7 @@ def rms_norm(
       TypeError: for a mask that is not boolean, or a `quant` that is none of the kinds.
       NameError: if `axis_name` is not bound here.
 
-    Source: Zhang and Sennrich 2019; scale_offset: Gemma's reference implementation.
+    Source: Zhang and Sennrich 2019, section 4 for partial; scale_offset: Gemma's reference implementation.
 
     >>> rms_norm(jnp.array([[3.0, 3.0, 3.0]])).round(3).tolist()
     [[1.0, 1.0, 1.0]]
@@ -80,9 +83,51 @@ def rms_norm(
         x, scale, bias, axis=axis, eps=eps, centered=False, where=where, scale_offset=scale_offset,
         axis_name=axis_name, axis_index_groups=axis_index_groups, method=method, rule=rule, rescale=rescale,
         batch_invariant=batch_invariant, backend=backend, out_dtype=out_dtype, quant=quant,
-        norm_round_first=norm_round_first,
+        norm_round_first=norm_round_first, first=None if partial is None else _first(x, axis, partial),
     )  # fmt: skip
     return out if return_moments else out.y
+
+
+def sharded_rms_norm(
+    x: Num[Array, "*batch local"],
+    scale: Float[Array, " local"] | None = None,
+    bias: Float[Array, " local"] | None = None,
+    *,
+    axis_name,
+    **options,
+) -> Array | Quantized | DualQuantized | RowNormOutput:
+    """`rms_norm` of rows split over a mesh axis: this device holds a part of every row, and of the parameters.
+
+    One all-reduce of a sum of squares forward, one of a sum backward.
+
+    Args:
+      x: `[..., D / P]`, inside jax.shard_map, jax.pmap or jax.vmap.
+      scale: `[D / P]`, this device's part, or None for ones.
+      bias: likewise, or None for zeros.
+      axis_name: mesh axis or axes over which the normalised axis is split.
+      options: keyword arguments of `rms_norm`.
+
+    Returns, raises: as `rms_norm`.
+
+    >>> halves = jnp.array([[[1.0, 1.0]], [[3.0, 3.0]]])  # one row of four, in two parts
+    >>> norm = jax.vmap(lambda x: sharded_rms_norm(x, axis_name="d"), axis_name="d")
+    >>> np.float64(norm(halves)).round(3).tolist()
+    [[[0.447, 0.447]], [[1.342, 1.342]]]
+    """
+    return rms_norm(x, scale, bias, axis_name=check.split_axis(axis_name), **options)
+
+
+def _first(x, axis, partial: float) -> Array:
+    """Mask of the first entries along `axis`."""
+    x = check.array(x)
+    axes = check.axes(axis, x.ndim)
+    partial = check.number(partial, "partial")
+    if len(axes) != 1 or not 0 < partial <= 1:
+        raise ValueError(f"`partial` must lie in (0, 1], along one `axis`; got {partial} and axes {axes}.")
+    size = x.shape[axes[0]]
+    # ceil, but not of what binary fractions add: 0.07 * 100 is 7.000000000000001
+    kept = math.ceil(round(partial * size, 9))
+    return (jnp.arange(size) < kept).reshape([size if a == axes[0] else 1 for a in range(x.ndim)])
 
 
 class RmsNormGradients(NamedTuple):

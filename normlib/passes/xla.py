@@ -21,18 +21,17 @@ from normlib.precision import wide
 
 
 def own_copy(*operands: Any) -> tuple[Any, ...]:
-    """The operands (arrays of any shapes, or None), behind a barrier of their own when lowered for CPU.
+    """The operands (arrays of any shapes, deferred arrays, or None), behind a barrier when lowered for CPU.
 
     All go through one barrier: it also orders the passes, so that no copy is shared with an earlier one.
     """
-    present = [t for t in operands if t is not None]
+    present, structure = jax.tree.flatten(operands)
     if any(varying(t) for t in present):
         # platform_dependent refuses branches of different varying types (jax 0.10): decide while tracing
         copies = lax.optimization_barrier(present) if jax.default_backend() == "cpu" else present
     else:
         copies = lax.platform_dependent(present, cpu=lax.optimization_barrier, default=lambda t: t)
-    copied = iter(copies)
-    return tuple(None if t is None else next(copied) for t in operands)
+    return jax.tree.unflatten(structure, copies)
 
 
 def centred(x: Array, mean: Array | None, low: Array | None) -> Array:
@@ -93,6 +92,11 @@ def apply(x, mean, low, rstd, scale, bias, *, where=None, dtype=None, batch_inva
     """
     dtype = x.dtype if dtype is None else dtype
     x, mean, low, rstd, scale, bias = own_copy(x, mean, low, rstd, scale, bias)
+    return mapped(x, mean, low, rstd, scale, bias, where, batch_invariant).astype(dtype)
+
+
+def mapped(x, mean, low, rstd, scale, bias, where=None, batch_invariant=False):
+    """What `apply` computes, in the wide dtype and without copies of its own: for who already reads x in a pass."""
     xc = given = centred(x, mean, low)
     if where is not None:
         usable = where | jnp.isfinite(given) | (rstd == 0)
@@ -102,8 +106,7 @@ def apply(x, mean, low, rstd, scale, bias, *, where=None, dtype=None, batch_inva
     if bias is not None:
         # contracted to a fused multiply-add for some numbers of rows and not for others (jax 0.12), unless kept apart
         y = (own_copy(y)[0] if batch_invariant else y) + bias
-    y = y if where is None else jnp.where(usable, y, given)
-    return y.astype(dtype)
+    return y if where is None else jnp.where(usable, y, given)
 
 
 def grad_sums(x, dy, mean, low, rstd, weight, *, axes, where):

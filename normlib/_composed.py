@@ -1,0 +1,243 @@
+"""A norm between a sum and an activation, in the memory of a norm: what the fused operators share.
+
+    s = sum_i weights[i] * terms[i];   y = activation(normalize(s)),   rounded once;   residual = s, rounded
+
+The hand-written backward keeps the terms (or s, where it is an array anyway) and the statistics, and forms the sum, the
+activation's derivative and ds inside the loops of the norm's own passes.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from normlib import passes
+from normlib._deferred import Deferred
+from normlib._forward import Config, apply, by_channel, effective, folded, pooled, wide_or_none
+from normlib._rules import backward
+from normlib._varying import typed_like, varying
+from normlib.engine import normalize
+from normlib.moments import Moments
+from normlib.passes import xla
+from normlib.precision import output_dtype, wide, wide_dtype
+from normlib.scope import LOCAL, Scope, unbroadcast
+
+
+class Composed(NamedTuple):
+    """What `composed` returns: y, the sum as an array of its own, and the moments as `normlib.Normalized` has them."""
+
+    y: Array
+    residual: Array
+    moments: Moments
+    total: Moments
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The static part: of `config`, out_dtype is that of y before the activation."""
+
+    config: Config
+    weights: tuple[float, ...]
+    terms: tuple[tuple[tuple[int, ...], str, frozenset[str]], ...]  # shape, dtype, varying mesh axes
+    activation: Activation | None
+    dtype: str  # of the sum as an array
+    out_dtype: str
+    round_first: bool
+
+    @property
+    def wide(self):
+        """The dtype that the sum is formed in."""
+        return wide_dtype(self.dtype)
+
+    @property
+    def is_array(self) -> bool:
+        """True where s is written out: one term, a rounded sum, or no 16-bit terms to form it from again."""
+        alone = len(self.terms) == 1 and self.weights == (1.0,)
+        return self.round_first or alone or self.config.backend != "xla" or self.dtype == self.wide.name
+
+
+def composed(
+    terms: list[Array], scale: Array | None = None, bias: Array | None = None, *, axes: tuple[int, ...], eps: float,
+    weights: tuple[float, ...] | None = None, added: Array | None = None, centered: bool = True,
+    where: Array | None = None, scale_offset: float = 0.0, scope: Scope = LOCAL, shift: Array | None = None,
+    activation: Activation | None = None, round_first: bool = False, out_dtype: DTypeLike | None = None,
+    rule: str = "reverse", rescale: bool = False, batch_invariant: bool = False, backend: str | None = None,
+) -> Composed:  # fmt: skip
+    """Normalise a weighted sum of `terms`, arrays of one shape, then apply `activation`.
+
+    `added`, of their rank and broadcastable to them, is one more summand. y has the terms' common dtype, or
+    `out_dtype`; the rest is as in `normlib.engine.normalize`. With `round_first` the sum is rounded to its dtype
+    before it is measured.
+    """
+    dtype = output_dtype(jnp.result_type(*terms))
+    terms = terms if added is None else [*terms, added]
+    terms = [t.astype(output_dtype(t.dtype)) for t in terms]
+    out = jnp.dtype(dtype if out_dtype is None else out_dtype).name
+    weights = (1.0,) * len(terms) if weights is None else weights
+    raw = wide_dtype(dtype).name if activation is not None else out
+    name = passes.current_backend() if backend is None else passes.checked(backend)
+    config = Config(axes, centered, scale_offset, scope, batch_invariant, name, raw)
+    types = tuple((t.shape, t.dtype.name, varying(t)) for t in terms)
+    plan = Plan(config, weights, types, activation, dtype.name, out, round_first)
+    if rule == "reverse" and not rescale and not jnp.issubdtype(dtype, jnp.complexfloating):
+        scope.check_bound()
+        room = jnp.asarray(eps, plan.wide)
+        y, residual, own, total = _composed(plan, tuple(terms), scale, bias, where, shift, room)
+        return Composed(y, residual, own, total if scope.has_total else own)
+    s = _sum(plan, _weights(plan), *terms)
+    residual = s.astype(dtype)
+    s = residual if round_first or plan.is_array else s
+    normalized = normalize(
+        s, scale, bias, axes=axes, eps=eps, centered=centered, where=where, scale_offset=scale_offset, scope=scope,
+        shift=shift, rule=rule, rescale=rescale, batch_invariant=batch_invariant, backend=backend, out_dtype=raw,
+    )  # fmt: skip
+    return Composed(_activated(plan, normalized.y), residual, normalized.moments, normalized.total)
+
+
+class Activation(Protocol):
+    """An element-wise function, equal and hashable by value, with its derivative."""
+
+    def __call__(self, z: Array) -> Array:
+        """The value at z."""
+
+    def pull(self, dy: Array, z: Array, one: Array) -> Array:
+        """The cotangent of z; `one` is a scalar 1 that XLA cannot see through."""
+
+
+@dataclass(frozen=True)
+class Swish:
+    """z * sigmoid(beta * z), element by element."""
+
+    beta: float = 1.0
+
+    def __call__(self, z: Array) -> Array:
+        return z * jax.nn.sigmoid(self.beta * z)
+
+    def pull(self, dy, z, one):
+        """dy * (s + beta * z * s * (1 - s)), s = sigmoid(beta * z).
+
+        With a literal 1, XLA on CPU writes a float32 array of ones that the two passes share (2 x a 16-bit x).
+        """
+        t = z * (one * self.beta)
+        s = one / (one + jnp.exp(-t))
+        return dy * (s + t * s * (one - s))
+
+
+@dataclass(frozen=True)
+class Relu:
+    """max(z, 0), element by element; its derivative at 0 is 0."""
+
+    def __call__(self, z: Array) -> Array:
+        return jax.nn.relu(z)
+
+    def pull(self, dy, z, one):
+        """dy where z is positive.
+
+        As a product: XLA on CPU writes out what it selects (2 x a 16-bit x, measured on jax 0.10.2 and 0.12.0).
+        """
+        return dy * jnp.sign(jnp.maximum(z, 0 * one))
+
+
+def _sum(plan: Plan, weights, *terms: Array) -> Array:
+    """The weighted sum in the wide dtype, from left to right."""
+    widened = [t.astype(plan.wide) if w is None else t.astype(plan.wide) * w for t, w in zip(terms, weights)]
+    return functools.reduce(jnp.add, widened)
+
+
+def _weights(plan: Plan):
+    """The weights as operands, None for 1: XLA on CPU writes out an array of a literal that several passes read."""
+    return tuple(None if w == 1 else jnp.asarray(w, plan.wide) for w in plan.weights)
+
+
+def _summed(plan: Plan, terms) -> Array | Deferred:
+    if plan.is_array:
+        s = _sum(plan, _weights(plan), *terms)
+        return s.astype(plan.dtype) if plan.round_first or len(terms) == 1 else s
+    return _deferred_sum(plan, terms)
+
+
+def _deferred_sum(plan: Plan, terms) -> Deferred:
+    return Deferred(functools.partial(_sum, plan), (_weights(plan), *terms), plan.terms[0][0], plan.wide)
+
+
+def _activated(plan: Plan, z: Array) -> Array:
+    return (z if plan.activation is None else plan.activation(z)).astype(plan.out_dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _composed(plan: Plan, terms, scale, bias, where, shift, eps) -> tuple[Array, Array, Moments, Moments]:
+    return _forward(plan, terms, scale, bias, where, shift, eps)[0]
+
+
+def _forward(plan, terms, scale, bias, where, shift, eps):
+    s = _summed(plan, terms)
+    own, total = pooled(plan.config, s, where, shift, eps)
+    rstd = own.rstd(eps)
+    y = _activated(plan, apply(plan.config, s, own, rstd, scale, bias, where))
+    kept = (s,) if plan.is_array else terms
+    return (y, s.astype(plan.dtype), own, total), (kept, scale, bias, where, own, total, rstd)
+
+
+def _composed_fwd(plan, *primals):
+    return _forward(plan, *jax.tree.map(lambda p: p.value, primals))
+
+
+def _composed_bwd(plan, residuals, cotangents):
+    kept, scale, bias, where, own, total, rstd = residuals
+    dy, d_residual, d_own, d_total = cotangents
+    # ds is asked for in the wide dtype: the residual's cotangent is added before the one rounding
+    wider = Deferred(wide, kept, plan.terms[0][0], plan.wide) if plan.is_array else _deferred_sum(plan, kept)
+    s = _readable(plan, wider)
+    if plan.activation is not None and not isinstance(dy, SymbolicZero):
+        dy = _readable(plan, _through_activation(plan, dy, s, own, rstd, scale, bias, where))
+    # y's dtype does not matter to the backward
+    config = replace(plan.config, out_dtype=None)
+    ds, dscale, dbias = backward(config, (s, scale, bias, where, own, total, rstd), (dy, d_own, d_total))
+
+    def total_ds(again=False):
+        if isinstance(d_residual, SymbolicZero):
+            return ds(again)
+        (extra,) = xla.own_copy(d_residual)
+        (extra,) = xla.own_copy(extra) if again else (extra,)
+        return ds(again) + wide(extra)
+
+    whole = functools.cache(total_ds)
+    cts = []
+    for (shape, dtype, names), w in zip(plan.terms, plan.weights):
+        if shape == plan.terms[0][0]:
+            # in 16 bits, one float32 ds for two weights would be written out
+            part = total_ds(again=True) if w != 1 and dtype != plan.wide.name else whole()
+        else:
+            part = unbroadcast(total_ds(again=True), shape)
+        cts.append(typed_like(part if w == 1 else part * w, dtype, names))
+    return tuple(cts), dscale, dbias, None, None, None
+
+
+_composed.defvjp(_composed_fwd, _composed_bwd, symbolic_zeros=True)
+
+
+def _readable(plan: Plan, t: Deferred) -> Array | Deferred:
+    """`t`, as an array where the backend is another than XLA."""
+    return t if plan.config.backend == "xla" else t.astype(t.dtype)
+
+
+def _through_activation(plan, dy, s, own, rstd, scale, bias, where) -> Deferred:
+    """The cotangent of z = normalize(s), from that of activation(z), with z formed again from s and the statistics."""
+    mean, low, rstd = by_channel(plan.config, s, own, rstd)
+    weight = effective(scale, plan.config.scale_offset)
+    parameters = folded(rstd, weight, wide_or_none(bias))
+
+    def pulled(one, dy, s, mean, low, rstd, weight, bias, where):
+        z = xla.mapped(s, mean, low, rstd, weight, bias, where)
+        z = z if where is None else jnp.where(where | jnp.isfinite(z), z, 0)  # 0 * NaN behind the mask
+        return plan.activation.pull(wide(dy), z, one)
+
+    one = jnp.ones((), plan.wide)
+    return Deferred(pulled, (one, dy, s, mean, low, *parameters, where), s.shape, plan.wide)

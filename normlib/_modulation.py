@@ -1,0 +1,28 @@
+"""What the adaptive norms share: affine and modulation folded into one scale and one shift, in float32."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from normlib._forward import effective, wide_or_none
+from normlib.precision import wide
+
+
+def factor(mod_scale, offset: float, x: Array) -> Array | None:
+    """scale_offset + mod_scale in the wide dtype; None for 1."""
+    if mod_scale is None:
+        return None if offset == 1 else jnp.full((1,) * x.ndim, offset, wide(x).real.dtype)
+    return effective(mod_scale, offset)
+
+
+def combined(scale, bias, mod_scale, mod_shift, offset: float, x: Array):
+    """(scale, bias, scale_offset) for the engine: (norm * scale + bias) * (offset + mod_scale) + mod_shift."""
+    if scale is None and bias is None and mod_scale is not None:
+        return mod_scale, mod_shift, offset  # as they are: the backward keeps them in their own dtype
+    by = factor(mod_scale, offset, x)
+    scale, bias, shift = (wide_or_none(t) for t in (scale, bias, mod_shift))
+    if by is not None:
+        scale = by if scale is None else scale * by
+        bias = None if bias is None else bias * by
+    return scale, shift if bias is None else bias if shift is None else bias + shift, 0.0
