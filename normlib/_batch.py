@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ def batch_normalized(
     if splits > 1:
         arrays, reduced = _split_rows(arrays, splits, virtual_batch_size), tuple(a + 1 for a in reduced)
     first, scale, bias, where, added, shift = arrays
-    options = {
+    options: dict[str, Any] = {
         "axes": reduced, "eps": check.epsilon(eps), "where": where, "scale_offset": scale_offset, "scope": scope,
         "shift": shift, "rule": rule, "rescale": rescale, "backend": backend, "out_dtype": out_dtype,
     }  # fmt: skip

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
 from normlib import quantize
+from normlib._batch import batch_normalized
 from normlib._forward import effective, folded, wide_or_none
 from normlib.moments import Moments, reciprocal_root
 from normlib.passes import xla
