@@ -249,11 +249,12 @@ def instance_norm(
     )
 
 
-def instance_features(settings: Any, x: Array) -> tuple[int, ...]:
-    """The feature axes of an instance norm, none of them the leading (batch) axis of x `[N, ...]`."""
-    features = sorted_axes(settings.feature_axes, x.ndim, "feature_axes")
+def instance_features(settings: Any, x: Array, name: str = "feature_axes") -> tuple[int, ...]:
+    """The axes of the setting `name`, none of them the leading (batch) axis of x `[N, ...]`."""
+    given = getattr(settings, name)
+    features = sorted_axes(given, x.ndim, name)
     if 0 in features:
-        raise ValueError(f"`feature_axes`={settings.feature_axes!r} holds axis 0 of x, which is the batch axis.")
+        raise ValueError(f"`{name}`={given!r} holds axis 0 of x, which is the batch axis.")
     return features
 
 

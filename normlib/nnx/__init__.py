@@ -6,8 +6,17 @@ graphdefs). Arguments that Flax does not have come last. The layers that Flax ha
 same arguments.
 """
 
+from normlib.nnx._adaptive import AdaLayerNorm as AdaLayerNorm
+from normlib.nnx._adaptive import AdaLayerNormZero as AdaLayerNormZero
+from normlib.nnx._adaptive import ConditionalBatchNorm as ConditionalBatchNorm
+from normlib.nnx._adaptive import DynamicTanh as DynamicTanh
+from normlib.nnx._adaptive import SwitchableNorm as SwitchableNorm
 from normlib.nnx._norms import BatchNorm as BatchNorm
 from normlib.nnx._norms import GroupNorm as GroupNorm
 from normlib.nnx._norms import InstanceNorm as InstanceNorm
 from normlib.nnx._norms import LayerNorm as LayerNorm
 from normlib.nnx._norms import RMSNorm as RMSNorm
+from normlib.nnx._residual import AddLayerNorm as AddLayerNorm
+from normlib.nnx._residual import AddRMSNorm as AddRMSNorm
+from normlib.nnx._residual import BatchNormAct as BatchNormAct
+from normlib.nnx._residual import GroupNormSiLU as GroupNormSiLU

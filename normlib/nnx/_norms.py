@@ -64,6 +64,21 @@ def _store(leaf: Any, value: Array) -> None:
         leaf.set_value(value)
 
 
+def chosen_statistics(own: bool | None, given: bool | None) -> bool:
+    """Whether running statistics are used, by the layer's setting and the call's, which goes before it.
+
+    Raises:
+      ValueError: if neither says.
+    """
+    chosen = own if given is None else given
+    if chosen is None:
+        raise ValueError(
+            "`use_running_average` is None in the layer and in the call; give it in one of them, or call "
+            "`train()` or `eval()` on the model."
+        )
+    return chosen
+
+
 class BatchNorm(_Norm):
     """Batch norm, synchronised, in virtual batches or frozen as its arguments say.
 
@@ -210,13 +225,7 @@ class BatchNorm(_Norm):
     def _evaluating(self, given: bool | None) -> bool:
         if self.frozen or not self.track_running_stats:
             return bool(self.frozen)
-        chosen = self.use_running_average if given is None else given
-        if chosen is None:
-            raise ValueError(
-                "`use_running_average` is None in the layer and in the call; give it in one of them, or call "
-                "`train()` or `eval()` on the model."
-            )
-        return chosen
+        return chosen_statistics(self.use_running_average, given)
 
     def set_view(self, use_running_average: bool | None = None) -> None:
         """Set `use_running_average` for `nnx.view`, unless it is None."""
