@@ -216,6 +216,8 @@ def multi_add_rms_norm(
     rescale: bool = False,
     batch_invariant: bool = False,
     backend: str | None = None,
+    quant=None,
+    norm_round_first: bool = False,
 ) -> AddNormOutput:
     """Root mean square normalization of the sum of several arrays, as the outputs of experts or of tensor slices.
 
@@ -227,7 +229,7 @@ def multi_add_rms_norm(
 
     The other arguments, returns, raises and gradients are those of `add_rms_norm`.
 
-    Source: ops-nn's MultiAddRmsNormDynamicQuant, without the quantisation.
+    Source: ops-nn's MultiAddRmsNormDynamicQuant.
 
     >>> multi_add_rms_norm([jnp.ones((1, 2))] * 3, jnp.ones((1, 2))).residual.tolist()
     [[4.0, 4.0]]
@@ -239,6 +241,7 @@ def multi_add_rms_norm(
     return _add_norm(
         terms, scale, bias, axis=axis, eps=eps, centered=False, where=where, scale_offset=scale_offset,
         round_first=residual_round_first, rule=rule, rescale=rescale, batch_invariant=batch_invariant, backend=backend,
+        quant=quant, norm_round_first=norm_round_first,
     )  # fmt: skip
 
 

@@ -100,7 +100,7 @@ ROWS = [
     Row("RmsNormDynamicMxQuant", "rms_norm", "normlib.rms_norm(x, gamma, beta, quant=normlib.MX(jnp.float4_e2m1fn))", "dst_type by the kind's dtype; `scale_alg=1` for fp8"),
     Row("RmsNormDynamicQuant", "rms_norm", "normlib.rms_norm(x, gamma, beta, quant=normlib.Dynamic(smooth1))", "one scale per row"),
     Row("RmsNormGrad", "rms_norm", vjp("normlib.rms_norm(x, gamma)", "x", "gamma"), RECOMPUTED),
-    Row("RmsNormGradQuant", "rms_norm_backward", "normlib.rms_norm_backward(dy, x, gamma, quant=normlib.Static(s1))", "dx quantised; " + DIV),
+    Row("RmsNormGradQuant", "rms_norm_backward", "normlib.rms_norm_backward(dy, x, normlib.rms_norm(x, return_moments=True).moments.rstd(1e-6), gamma, quant=normlib.Static(s1))", "dx quantised; " + DIV),
     Row("RmsNormQuant", "rms_norm", f"normlib.rms_norm(x, gamma, beta, quant={STATIC})", "gemma_mode: `scale_offset=1.0`"),
     Row("RmsNormQuantV2", "rms_norm", f"normlib.rms_norm(x, gamma, beta, quant={STATIC2})", DIV),
     Row("RmsNormQuantV3", "rms_norm", f"normlib.rms_norm(x, gamma, beta, quant={STATIC2}, return_moments=True)", "rstd: `moments.rstd(eps)`"),
