@@ -156,7 +156,7 @@ class Packed:
 
     def total(self, t: Array, ids: Array) -> Array:
         """Sum of `[E]` by row."""
-        return jax.ops.segment_sum(t, ids, self.segments)
+        return _sum_by(t, ids, self.segments)
 
     def at(self, t: Array, ids: Array) -> Array:
         """`[rows]` at each entry, 0 for padding."""
@@ -172,6 +172,17 @@ class Packed:
         pilot = jax.lax.stop_gradient(self.total(x, ids) / n)
         d = x - self.at(pilot, ids)
         return about(pilot, count, self.total(d, ids), self.total(d * d, ids))
+
+
+def _sum_by(t: Array, ids: Array, size: int) -> Array:
+    """Sums of `[E]` by id, `[size]`; ids outside are dropped.
+
+    A scatter adds one entry after the other, whose rounding grows with the length of a row (16 ulp of y at 1,000
+    entries): entries take turns in up to 64 lanes a row, which are summed at the end.
+    """
+    lanes = max(1, min(64, t.shape[0] // (16 * size)))
+    spread = ids * lanes + jnp.arange(t.shape[0]) % lanes
+    return jnp.sum(jax.ops.segment_sum(t, spread, size * lanes).reshape(size, lanes), 1)
 
 
 def _gathered(p, features):
@@ -219,7 +230,7 @@ def _packed_backward(plan: Packed, residuals, dy):
     def parameter(p, t):
         if p is None:
             return None
-        return like(t if features is None else jax.ops.segment_sum(t, features, p.shape[0]), p)
+        return like(t if features is None else _sum_by(t, features, p.shape[0]), p)
 
     return like(dx, x), parameter(scale, dy * xhat), parameter(bias, dy), None, None
 
