@@ -121,7 +121,8 @@ def convert_batch_norm(module: nn.Module, **changes: Any) -> nn.Module:
             return call(*args, **kwargs)
         # in the old layer's own scope, so that its variables are found under the old names
         scope: Any = old.scope
-        return _converted(type(old))(**{**_arguments(old), **changes}, parent=scope)(*args, **kwargs)
+        kind: Any = type(old)
+        return _converted(kind)(**{**_arguments(old), **changes}, parent=scope)(*args, **kwargs)
 
     def active(name):
         @nn.nowrap
