@@ -50,6 +50,6 @@ def with_params(variables, **values):
 
 
 def kept_bytes(f, *args):
-    """Bytes of the arrays as large as the arguments that the backward of `f` keeps: not of statistics and parameters."""
+    """Bytes that the backward of `f` keeps in arrays as large as its arguments: not of statistics and parameters."""
     _, pull = jax.eval_shape(lambda *a: jax.vjp(f, *a), *args)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pull) if leaf.size >= args[0].size)
