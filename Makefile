@@ -30,7 +30,7 @@ test-new:
 peers:
 	@tools/setup.sh dev
 	@tools/install_torch.sh
-	$(PYTEST) tests/peers
+	$(PYTEST) tests/peers || [ $$? -eq 5 ]  # 5: every file was skipped by name
 
 nightly:
 	@tools/setup.sh dev

@@ -12,9 +12,11 @@ from jaxtyping import Array
 
 from normlib import _arguments as check
 from normlib._composed import Activation, composed
-from normlib._forward import wide_or_none
+from normlib._forward import effective, folded, wide_or_none
 from normlib.engine import normalize
-from normlib.moments import Moments
+from normlib.moments import Moments, reciprocal_root
+from normlib.passes import xla
+from normlib.precision import output_dtype, wide
 from normlib.scope import Scope, axis_size
 
 
@@ -59,6 +61,23 @@ def batch_normalized(
     moments = out.total if running == "merged" or not scope.has_total else scope.group_mean(out.moments)
     kept = tuple(x.shape[a] for a in channels)
     return y, jax.tree.map(lambda t: t.reshape(kept), moments)
+
+
+def stored_normalized(
+    x: Array, mean: Array, var: Array, scale: Array | None, bias: Array | None, *, channels: tuple[int, ...],
+    eps: float, scale_offset: float, out_dtype: DTypeLike,
+) -> Array:  # fmt: skip
+    """Normalise x by stored statistics; arguments and errors as `normlib.batch_norm_inference`."""
+    eps = check.epsilon(eps)
+    scale, bias = (check.parameter(p, n, x, channels) for p, n in ((scale, "scale"), (bias, "bias")))
+    centre, spread = (check.parameter(p, n, x, channels) for p, n in ((mean, "mean"), (var, "var")))
+    if centre is None or spread is None:
+        raise TypeError("`mean` and `var` must be arrays of x's channels; got None.")
+    dtype = wide(x).real.dtype
+    rstd = reciprocal_root(spread.astype(dtype) + jnp.asarray(eps, dtype))
+    x = x.astype(output_dtype(x.dtype))
+    parameters = folded(rstd, effective(scale, scale_offset), wide_or_none(bias))
+    return xla.apply(x, wide(centre), jnp.zeros_like(wide(centre)), *parameters, dtype=out_dtype)
 
 
 def _scope(x, channels, names, groups, virtual, ragged, method) -> tuple[Scope, int]:

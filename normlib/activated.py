@@ -99,9 +99,8 @@ def group_norm_silu(
         scope=sets.scope, activation=Swish(check.number(beta, "beta")), rule=rule, rescale=rescale, backend=backend,
         out_dtype=quantize.out_dtype(quant, dtype),
     ).y  # fmt: skip
-    return quantize.finish(
-        y, quant, dtype, axes=sets.channels, where=where, scope=sets.scope, norm_round_first=norm_round_first
-    )  # fmt: skip
+    # a row with a dynamic scale is the channels of one position: whole here, whatever devices share the statistics
+    return quantize.finish(y, quant, dtype, axes=sets.channels, where=where, norm_round_first=norm_round_first)
 
 
 def conv_batch_norm_relu(

@@ -10,11 +10,9 @@ from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
 from normlib import quantize
-from normlib._batch import batch_normalized
-from normlib._forward import effective, folded, wide_or_none
-from normlib.moments import Moments, reciprocal_root
-from normlib.passes import xla
-from normlib.precision import output_dtype, wide
+from normlib._batch import batch_normalized, stored_normalized
+from normlib.moments import Moments
+from normlib.precision import output_dtype
 
 
 class BatchNormOutput(NamedTuple):
@@ -160,17 +158,10 @@ def batch_norm_inference(
     [0.0, 0.0, 0.0]
     """
     x = check.array(x)
-    eps = check.epsilon(eps)
     channels = check.axes(axis, x.ndim)
-    scale, bias = (check.parameter(p, n, x, channels) for p, n in ((scale, "scale"), (bias, "bias")))
-    centre, spread = (check.parameter(p, n, x, channels) for p, n in ((mean, "mean"), (var, "var")))
-    if centre is None or spread is None:
-        raise TypeError("`mean` and `var` must be arrays of x's channels; got None.")
-    dtype = wide(x).real.dtype
-    rstd = reciprocal_root(spread.astype(dtype) + jnp.asarray(eps, dtype))
-    x = x.astype(output_dtype(x.dtype))
-    parameters = folded(rstd, effective(scale, scale_offset), wide_or_none(bias))
-    dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
+    dtype = output_dtype(x.dtype) if out_dtype is None else jnp.dtype(out_dtype)
     given = quantize.out_dtype(quant, dtype)
-    y = xla.apply(x, wide(centre), jnp.zeros_like(wide(centre)), *parameters, dtype=given)
+    y = stored_normalized(
+        x, mean, var, scale, bias, channels=channels, eps=eps, scale_offset=scale_offset, out_dtype=given
+    )  # fmt: skip
     return quantize.finish(y, quant, dtype, axes=channels, norm_round_first=norm_round_first)

@@ -13,9 +13,8 @@ from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
 from normlib import quantize
-from normlib._batch import batch_normalized
+from normlib._batch import batch_normalized, stored_normalized
 from normlib._composed import Activation, Relu, Swish
-from normlib.batch import batch_norm_inference
 from normlib.moments import Moments
 from normlib.precision import output_dtype, wide, wide_dtype
 
@@ -161,22 +160,22 @@ def batch_norm_act_inference(
     [[0.0], [1.0]]
     """
     x = check.array(x)
+    channels = check.axes(axis, x.ndim)
     residual, act = _residual(residual, x), activation_of(activation)
     dtype = output_dtype(x.dtype) if out_dtype is None else jnp.dtype(out_dtype)
     given = quantize.out_dtype(quant, dtype)
     raw = wide_dtype(x.dtype)
 
     def run(x, mean, var, scale, bias, residual):
-        z = batch_norm_inference(
-            x, mean, var, scale, bias, axis=axis, eps=eps, scale_offset=scale_offset, out_dtype=raw
-        )
+        z = stored_normalized(
+            x, mean, var, scale, bias, channels=channels, eps=eps, scale_offset=scale_offset, out_dtype=raw
+        )  # fmt: skip
         z = z if residual is None else z + wide(residual)
         return (z if act is None else act(z)).astype(given)
 
     # checkpoint: what is kept are the operands, not z
     y = jax.checkpoint(run)(x, mean, var, scale, bias, residual)
-    axes = check.axes(axis, x.ndim)
-    return quantize.finish(y, quant, dtype, axes=axes, norm_round_first=norm_round_first)
+    return quantize.finish(y, quant, dtype, axes=channels, norm_round_first=norm_round_first)
 
 
 def _residual(residual, x: Array) -> Array | None:

@@ -281,6 +281,14 @@ def test_dequantised_asymmetric_codes_are_within_a_step_even_of_constant_rows(va
     assert (error <= out.scale).all()
 
 
+def test_dequantised_asymmetric_codes_are_within_a_step_of_rows_far_from_zero(run):  # CASES: E10
+    centre = rows.uniform(-3, 3, (600, 1)) * 10.0 ** rows.integers(-20, 20, (600, 1))
+    n = (centre * (1 + rows.uniform(0, 1, (600, 40)) * 2.0 ** -rows.integers(8, 26, (600, 1)))).astype(np.float32)
+    out = run(nl.Asymmetric(), n)
+    steps = abs(np.asarray(nl.dequantize(out), np.float64) - n) / np.asarray(out.scale)
+    assert steps.max() <= 1
+
+
 def test_asymmetric_scales_are_found_among_measured_entries():
     n = np.array([[1.0, 2.0, np.nan, 1e9], [3.0, 3, 3, 3]], np.float32)
     out = RUNS["jit"](nl.Asymmetric(), n, where=np.array([[True, True, False, False], [False] * 4]))

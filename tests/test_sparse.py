@@ -67,6 +67,14 @@ def test_packed_rows_equal_the_dense_form_in_any_order(name, dtype):
     close(found[2], want[2])
 
 
+def test_narrow_ids_have_room_for_many_rows():
+    x = jnp.arange(4000.0)
+    run = jax.jit(functools.partial(nl.sparse_rms_norm, num_segments=100))
+    ids = np.arange(4000) % 100
+    narrow = run(x, segment_ids=jnp.asarray(ids, jnp.int8))
+    np.testing.assert_array_equal(narrow, run(x, segment_ids=jnp.asarray(ids, jnp.int32)))
+
+
 def test_padding_enters_nothing_even_as_nan():
     x = jnp.array([1.0, 3.0, jnp.nan, jnp.inf, 5.0, 6.0])
     ids = jnp.array([0, 0, -1, 2, 1, 1])
@@ -88,21 +96,21 @@ def test_packed_rows_are_accurate_at_large_means(mean):  # CASES: C1, C3
         np.testing.assert_allclose(y[ids == row], (v - v.mean()) / np.sqrt(v.var() + 1e-5), atol=3e-6)
 
 
-@pytest.mark.parametrize(("name", "saved"), [("layer", 0.3), ("rms", 0.4)])
+@pytest.mark.parametrize(("name", "saved"), [("layer", 0.25), ("rms", 0.35)])
 def test_packing_half_the_entries_halves_the_work(name, saved):
     norm, _ = NORMS[name]
-    scale = bias = jnp.ones(64)
+    scale = bias = jnp.ones(512)
 
     def flops(run, *args):
         return jax.jit(run).lower(*args).compile().cost_analysis()["flops"]
 
     def packed(stored):
         rows, columns = (jnp.asarray(t, jnp.int32) for t in np.nonzero(stored))
-        run = lambda v, s, b: norm(v, s, b, segment_ids=rows, num_segments=32, feature_ids=columns)  # noqa: E731
+        run = lambda v, s, b: norm(v, s, b, segment_ids=rows, num_segments=256, feature_ids=columns)  # noqa: E731
         return flops(run, jnp.ones(len(rows)), scale, bias)
 
-    checkered = np.indices((32, 64)).sum(0) % 2 == 0
-    half, whole = packed(checkered), packed(np.ones((32, 64), bool))
+    checkered = np.indices((256, 512)).sum(0) % 2 == 0
+    half, whole = packed(checkered), packed(np.ones((256, 512), bool))
     assert half <= 0.52 * whole
     assert half <= (1 - saved) * flops(norm, jnp.asarray(checkered, jnp.float32), scale, bias)
 

@@ -198,7 +198,8 @@ def _dynamic(quant: Dynamic, n, axes, where, scope) -> _Coded:
         fixed, where = _grouped(quant.group, axes, fixed, where)
         axes, scope = (fixed.ndim - 1,), LOCAL
     scale = at_least(divided(largest_magnitude(fixed, axes, where, scope), largest), quant.floor)
-    codes = _encoded(quant, fixed * (1 / scale), None, -largest).reshape(shape)
+    own, inverse = own_copy(fixed, 1 / scale)
+    codes = _encoded(quant, own * inverse, None, -largest).reshape(shape)
     return _Coded(Quantized(codes, scale if quant.group is None else scale[..., 0]), value, ~jnp.isnan(value))
 
 
@@ -223,7 +224,8 @@ def _asymmetric(quant: Asymmetric, n, axes, where, scope) -> _Coded:
     offset = jnp.rint(low * inverse)
     smallest = int(quant.format.lowest)
     zero_point = smallest - jnp.where(jnp.isnan(offset), 0, offset).astype(jnp.int32)
-    codes = _encoded(quant, fixed * inverse, zero_point, smallest)
+    own, inverse, offset = own_copy(fixed, inverse, zero_point)
+    codes = _encoded(quant, own * inverse, offset, smallest)
     return _Coded(Quantized(codes, scale, zero_point), n, ~jnp.isnan(n))
 
 

@@ -120,17 +120,26 @@ def to_floats(v: Float[Array, ...], form: Format, key: PRNGKeyArray | None = Non
 
     NaN stays NaN, and is 0 where the format has none (fp4).
     """
-    kept = jnp.clip(jnp.where(jnp.isnan(v), 0, v), form.lowest, form.largest)
+    missing, has_nan = jnp.isnan(v), form.name != "float4_e2m1fn"
+    kept = jnp.clip(jnp.where(missing, 0, v), form.lowest, form.largest)
     if key is not None:
         assert form.mantissa is not None
         drop = jnp.full(v.shape, 23 - form.mantissa, jnp.uint32)
         smallest = 2.0**form.min_exponent
         kept = _stochastic(kept, drop, smallest, 2.0 ** (form.min_exponent - form.mantissa), key)
         kept = jnp.clip(kept, form.lowest, form.largest)
-    codes = kept.astype(form.dtype)
-    if form.name == "float4_e2m1fn":
-        return codes
-    return jnp.where(jnp.isnan(v), jnp.asarray(jnp.nan, form.dtype), codes)
+    return jnp.where(missing, v, kept).astype(form.dtype) if has_nan else _to_fp4(kept)
+
+
+def _to_fp4(v) -> Array:
+    """float4_e2m1fn of |v| <= 6, half to even: by the place on the grid 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+
+    XLA's own cast takes 1.5 (jax 0.10) to 6 times (0.12) as long on CPU.
+    """
+    size = jnp.abs(v)
+    place = jnp.where(size < 2, jnp.rint(size * 2), jnp.where(size < 4, jnp.rint(size) + 2, jnp.rint(size * 0.5) + 4))
+    bits = place.astype(jnp.uint8) | (jnp.signbit(v).astype(jnp.uint8) << 3)
+    return lax.bitcast_convert_type(bits.astype(jnp.uint4), jnp.float4_e2m1fn)
 
 
 def narrowed(n: Float[Array, ...], dtype: DTypeLike) -> Float[Array, ...]:

@@ -11,7 +11,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from normlib.passes.xla import own_copy
 from normlib.quantize._formats import Format
+from normlib.quantize._ranges import largest_magnitude
+from normlib.scope import LOCAL
 
 BLOCK = 32
 BIAS = 127
@@ -41,9 +44,8 @@ def scaled(n: Float[Array, ...], form: Format, scale_alg: int, where: Array | No
     """
     size = n.shape[-1]
     grouped = blocks(n)
-    magnitude = jnp.where(jnp.isnan(grouped), jnp.inf, jnp.abs(grouped))  # a maximum may lose NaN; both give byte 255
-    magnitude = magnitude if where is None else jnp.where(blocks(where), magnitude, 0)
-    bits = lax.bitcast_convert_type(jnp.max(magnitude, -1, keepdims=True, initial=0), jnp.int32)
+    largest = largest_magnitude(grouped, (grouped.ndim - 1,), None if where is None else blocks(where), LOCAL)
+    bits = lax.bitcast_convert_type(largest, jnp.int32)
     field = bits >> 23
     exponent = field - BIAS - form.max_exponent
     if scale_alg == 1:
@@ -55,7 +57,8 @@ def scaled(n: Float[Array, ...], form: Format, scale_alg: int, where: Array | No
     used = (field != 0) & (field != NAN_BYTE)
     # exact: 2**-exponent is a normal float, since no exponent is above 125
     factor = lax.bitcast_convert_type(jnp.where(used, 2 * BIAS - byte, 0) << 23, jnp.float32)
-    v = jnp.where(used, grouped * factor, 0)
+    own, factor, kept = own_copy(grouped, factor, used)
+    v = jnp.where(kept, own * factor, 0)
 
     def flat(t):
         return jnp.broadcast_to(t, grouped.shape).reshape(*n.shape[:-1], grouped.shape[-2] * BLOCK)[..., :size]
