@@ -204,7 +204,7 @@ def _composed_bwd(plan, residuals, cotangents):
         dz = _through_activation(plan, dy, s, own, rstd, scale, bias, behind, where)
         dy = _readable(plan, dz)
     if behind is not None and not isinstance(dy, SymbolicZero):
-        own_dy = jax.tree.map(lambda t: xla.own_copy(t)[0], dy)
+        (own_dy,) = xla.own_copy(*xla.own_copy(dy))  # behind one barrier alone, it would be the copy of a pass
         d_behind = like(own_dy.astype(plan.wide), behind)
     # y's dtype does not matter to the backward
     config = replace(plan.config, out_dtype=None)

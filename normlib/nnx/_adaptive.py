@@ -14,7 +14,8 @@ from jaxtyping import Array
 from normlib import _layers, _layers_more
 from normlib._layers import Axes
 from normlib.adaptive import AdaNormZeroOutput
-from normlib.nnx._norms import NOTHING, BatchNorm, _Norm, _parameter, _store, _value, chosen_statistics
+from normlib.nnx._base import NOTHING, _Norm, _parameter, _store, _value, chosen_statistics
+from normlib.nnx._norms import BatchNorm
 from normlib.nnx._residual import plain
 
 

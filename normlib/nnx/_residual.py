@@ -8,7 +8,8 @@ from flax import nnx
 from jaxtyping import Array
 
 from normlib import _layers, _layers_more, batch_act
-from normlib.nnx._norms import BatchNorm, GroupNorm, LayerNorm, RMSNorm, _value
+from normlib.nnx._base import _value
+from normlib.nnx._norms import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 
 
 def plain(settings: dict[str, Any]) -> dict[str, Any]:
