@@ -14,6 +14,9 @@ from normlib.adaptive import modulate as modulate
 from normlib.batch import BatchNormOutput as BatchNormOutput
 from normlib.batch import batch_norm as batch_norm
 from normlib.batch import batch_norm_inference as batch_norm_inference
+from normlib.batch_act import BatchNormActOutput as BatchNormActOutput
+from normlib.batch_act import batch_norm_act as batch_norm_act
+from normlib.batch_act import batch_norm_act_inference as batch_norm_act_inference
 from normlib.conditional import ConditionalBatchNormOutput as ConditionalBatchNormOutput
 from normlib.conditional import adaptive_instance_norm as adaptive_instance_norm
 from normlib.conditional import conditional_batch_norm as conditional_batch_norm

@@ -1,6 +1,6 @@
 """A norm between a sum and an activation, in the memory of a norm: what the fused operators share.
 
-    s = sum_i weights[i] * terms[i];   y = activation(normalize(s)),   rounded once;   residual = s, rounded
+    s = sum_i weights[i] * terms[i];   y = activation(normalize(s) + behind),   rounded once;   residual = s, rounded
 
 The hand-written backward keeps the terms (or s, where it is an array anyway) and the statistics, and forms the sum, the
 activation's derivative and ds inside the loops of the norm's own passes.
@@ -22,7 +22,7 @@ from normlib import passes
 from normlib._deferred import Deferred
 from normlib._forward import Config, apply, by_channel, effective, folded, pooled, wide_or_none
 from normlib._rules import backward
-from normlib._varying import typed_like, varying
+from normlib._varying import like, typed_like, varying
 from normlib.engine import normalize
 from normlib.moments import Moments
 from normlib.passes import xla
@@ -67,12 +67,14 @@ def composed(
     terms: list[Array], scale: Array | None = None, bias: Array | None = None, *, axes: tuple[int, ...], eps: float,
     weights: tuple[float, ...] | None = None, added: Array | None = None, centered: bool = True,
     where: Array | None = None, scale_offset: float = 0.0, scope: Scope = LOCAL, shift: Array | None = None,
-    activation: Activation | None = None, round_first: bool = False, out_dtype: DTypeLike | None = None,
+    behind: Array | None = None, activation: Activation | None = None, round_first: bool = False,
+    out_dtype: DTypeLike | None = None,
     rule: str = "reverse", rescale: bool = False, batch_invariant: bool = False, backend: str | None = None,
 ) -> Composed:  # fmt: skip
     """Normalise a weighted sum of `terms`, arrays of one shape, then apply `activation`.
 
-    `added`, of their rank and broadcastable to them, is one more summand. y has the terms' common dtype, or
+    `added`, of their rank and broadcastable to them, is one more summand; `behind`, of their shape, is added after
+    the norm. y has the terms' common dtype, or
     `out_dtype`; the rest is as in `normlib.engine.normalize`. With `round_first` the sum is rounded to its dtype
     before it is measured.
     """
@@ -81,7 +83,7 @@ def composed(
     terms = [t.astype(output_dtype(t.dtype)) for t in terms]
     out = jnp.dtype(dtype if out_dtype is None else out_dtype).name
     weights = (1.0,) * len(terms) if weights is None else weights
-    raw = wide_dtype(dtype).name if activation is not None else out
+    raw = out if activation is None and behind is None else wide_dtype(dtype).name
     name = passes.current_backend() if backend is None else passes.checked(backend)
     config = Config(axes, centered, scale_offset, scope, batch_invariant, name, raw)
     types = tuple((t.shape, t.dtype.name, varying(t)) for t in terms)
@@ -89,7 +91,7 @@ def composed(
     if rule == "reverse" and not rescale and not jnp.issubdtype(dtype, jnp.complexfloating):
         scope.check_bound()
         room = jnp.asarray(eps, plan.wide)
-        y, residual, own, total = _composed(plan, tuple(terms), scale, bias, where, shift, room)
+        y, residual, own, total = _composed(plan, tuple(terms), scale, bias, behind, where, shift, room)
         return Composed(y, residual, own, total if scope.has_total else own)
     s = _sum(plan, _weights(plan), *terms)
     residual = s.astype(dtype)
@@ -98,7 +100,7 @@ def composed(
         s, scale, bias, axes=axes, eps=eps, centered=centered, where=where, scale_offset=scale_offset, scope=scope,
         shift=shift, rule=rule, rescale=rescale, batch_invariant=batch_invariant, backend=backend, out_dtype=raw,
     )  # fmt: skip
-    return Composed(_activated(plan, normalized.y), residual, normalized.moments, normalized.total)
+    return Composed(_activated(plan, normalized.y, behind), residual, normalized.moments, normalized.total)
 
 
 class Activation(Protocol):
@@ -167,22 +169,24 @@ def _deferred_sum(plan: Plan, terms) -> Deferred:
     return Deferred(functools.partial(_sum, plan), (_weights(plan), *terms), plan.terms[0][0], plan.wide)
 
 
-def _activated(plan: Plan, z: Array) -> Array:
+def _activated(plan: Plan, z: Array, behind: Array | None) -> Array:
+    if behind is not None:
+        z = z + wide(*xla.own_copy(behind))
     return (z if plan.activation is None else plan.activation(z)).astype(plan.out_dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _composed(plan: Plan, terms, scale, bias, where, shift, eps) -> tuple[Array, Array, Moments, Moments]:
-    return _forward(plan, terms, scale, bias, where, shift, eps)[0]
+def _composed(plan: Plan, terms, scale, bias, behind, where, shift, eps) -> tuple[Array, Array, Moments, Moments]:
+    return _forward(plan, terms, scale, bias, behind, where, shift, eps)[0]
 
 
-def _forward(plan, terms, scale, bias, where, shift, eps):
+def _forward(plan, terms, scale, bias, behind, where, shift, eps):
     s = _summed(plan, terms)
     own, total = pooled(plan.config, s, where, shift, eps)
     rstd = own.rstd(eps)
-    y = _activated(plan, apply(plan.config, s, own, rstd, scale, bias, where))
+    y = _activated(plan, apply(plan.config, s, own, rstd, scale, bias, where), behind)
     kept = (s,) if plan.is_array else terms
-    return (y, s.astype(plan.dtype), own, total), (kept, scale, bias, where, own, total, rstd)
+    return (y, s.astype(plan.dtype), own, total), (kept, scale, bias, behind, where, own, total, rstd)
 
 
 def _composed_fwd(plan, *primals):
@@ -190,13 +194,18 @@ def _composed_fwd(plan, *primals):
 
 
 def _composed_bwd(plan, residuals, cotangents):
-    kept, scale, bias, where, own, total, rstd = residuals
+    kept, scale, bias, behind, where, own, total, rstd = residuals
     dy, d_residual, d_own, d_total = cotangents
     # ds is asked for in the wide dtype: the residual's cotangent is added before the one rounding
     wider = Deferred(wide, kept, plan.terms[0][0], plan.wide) if plan.is_array else _deferred_sum(plan, kept)
     s = _readable(plan, wider)
+    d_behind = None
     if plan.activation is not None and not isinstance(dy, SymbolicZero):
-        dy = _readable(plan, _through_activation(plan, dy, s, own, rstd, scale, bias, where))
+        dz = _through_activation(plan, dy, s, own, rstd, scale, bias, behind, where)
+        dy = _readable(plan, dz)
+    if behind is not None and not isinstance(dy, SymbolicZero):
+        (own_dy,) = xla.own_copy(*xla.own_copy(dy))  # behind one barrier alone, it would be the copy of a pass
+        d_behind = like(own_dy.astype(plan.wide), behind)
     # y's dtype does not matter to the backward
     config = replace(plan.config, out_dtype=None)
     ds, dscale, dbias = backward(config, (s, scale, bias, where, own, total, rstd), (dy, d_own, d_total))
@@ -217,7 +226,7 @@ def _composed_bwd(plan, residuals, cotangents):
         else:
             part = unbroadcast(total_ds(again=True), shape)
         cts.append(typed_like(part if w == 1 else part * w, dtype, names))
-    return tuple(cts), dscale, dbias, None, None, None
+    return tuple(cts), dscale, dbias, d_behind, None, None, None
 
 
 _composed.defvjp(_composed_fwd, _composed_bwd, symbolic_zeros=True)
@@ -228,16 +237,17 @@ def _readable(plan: Plan, t: Deferred) -> Array | Deferred:
     return t if plan.config.backend == "xla" else t.astype(t.dtype)
 
 
-def _through_activation(plan, dy, s, own, rstd, scale, bias, where) -> Deferred:
-    """The cotangent of z = normalize(s), from that of activation(z), with z formed again from s and the statistics."""
+def _through_activation(plan, dy, s, own, rstd, scale, bias, behind, where) -> Deferred:
+    """The cotangent of z = normalize(s) + behind, from that of activation(z); z is formed again from what was kept."""
     mean, low, rstd = by_channel(plan.config, s, own, rstd)
     weight = effective(scale, plan.config.scale_offset)
     parameters = folded(rstd, weight, wide_or_none(bias))
 
-    def pulled(one, dy, s, mean, low, rstd, weight, bias, where):
+    def pulled(one, dy, s, mean, low, rstd, weight, bias, behind, where):
         z = xla.mapped(s, mean, low, rstd, weight, bias, where)
+        z = z if behind is None else z + wide(behind)
         z = z if where is None else jnp.where(where | jnp.isfinite(z), z, 0)  # 0 * NaN behind the mask
         return plan.activation.pull(wide(dy), z, one)
 
     one = jnp.ones((), plan.wide)
-    return Deferred(pulled, (one, dy, s, mean, low, *parameters, where), s.shape, plan.wide)
+    return Deferred(pulled, (one, dy, s, mean, low, *parameters, behind, where), s.shape, plan.wide)

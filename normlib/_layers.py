@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from normlib import batch, group, layer, rms
+from normlib import _arguments as check
+from normlib import batch, batch_act, group, layer, rms
+from normlib._batch import batch_normalized
 from normlib.precision import wide_dtype
 from normlib.running import running_weight, update_running
 
@@ -64,17 +66,17 @@ def result_dtype(dtype: Any, *arrays: Array | None) -> jnp.dtype:
     return found if jnp.issubdtype(found, jnp.inexact) else jnp.promote_types(jnp.float32, found)
 
 
-def _typed(settings: Any, x: Array, scale: Array | None, bias: Array | None) -> tuple[Array, jnp.dtype]:
+def typed(settings: Any, x: Array, *others: Array | None) -> tuple[Array, jnp.dtype]:
     """(x, dtype of the result), x widened only where its statistics would be narrower than the result.
 
     The operators compute in float32 at least and round once, so a 16-bit x stays what the backward keeps.
     """
-    out = result_dtype(settings.dtype, x, scale, bias)
+    out = result_dtype(settings.dtype, x, *others)
     enough = jnp.promote_types(wide_dtype(x.dtype), out) == wide_dtype(x.dtype)
     return (x if enough else x.astype(jnp.promote_types(x.dtype, out))), out
 
 
-def _spread(parameter: Array | None, name: str, x: Array, features: tuple[int, ...]) -> Array | None:
+def spread(parameter: Array | None, name: str, x: Array, features: tuple[int, ...]) -> Array | None:
     """A parameter over the feature axes, reshaped to x's rank with 1 elsewhere."""
     if parameter is None:
         return None
@@ -87,7 +89,7 @@ def _spread(parameter: Array | None, name: str, x: Array, features: tuple[int, .
     return parameter.reshape(shape)
 
 
-def _options(settings: Any, x: Array, where: Array | None, initializing: bool) -> dict[str, Any]:
+def options_of(settings: Any, x: Array, where: Array | None, initializing: bool) -> dict[str, Any]:
     """The arguments every operator takes. No axis is bound while a model is being initialised, so none is used."""
     named = settings.axis_name is not None and not initializing
     return {
@@ -100,6 +102,11 @@ def _options(settings: Any, x: Array, where: Array | None, initializing: bool) -
         "rule": settings.rule,
         "rescale": settings.rescale,
     }
+
+
+def quantised(settings: Any) -> dict[str, Any]:
+    """The arguments that say how an operator's y is quantised."""
+    return {"quant": settings.quant, "norm_round_first": settings.norm_round_first}
 
 
 def _broadcast_mask(where: Array, x: Array) -> Array:
@@ -132,16 +139,17 @@ def layer_norm(
     """
     reduced = sorted_axes(settings.reduction_axes, x.ndim, "reduction_axes")
     features = sorted_axes(settings.feature_axes, x.ndim, "feature_axes")
-    x, out = _typed(settings, x, scale, bias)
+    x, out = typed(settings, x, scale, bias)
     operator = layer.layer_norm if centered else rms.rms_norm
     return operator(  # type: ignore[return-value]
         x,
-        _spread(scale, "scale", x, features),
-        _spread(bias, "bias", x, features),
+        spread(scale, "scale", x, features),
+        spread(bias, "bias", x, features),
         axis=reduced,
         batch_invariant=settings.batch_invariant,
         out_dtype=out,
-        **_options(settings, x, where, initializing),
+        **quantised(settings),
+        **options_of(settings, x, where, initializing),
     )
 
 
@@ -192,16 +200,16 @@ def group_norm(
     reduced = (*range(1, last), last) if axes is None else sorted_axes(axes, x.ndim, "reduction_axes")
     if last not in reduced:
         raise ValueError(f"`reduction_axes`={axes!r} must include the last axis of x, {last}: it holds the channels.")
-    x, out = _typed(settings, x, scale, bias)
+    x, out = typed(settings, x, scale, bias)
     return group.group_norm(
         x,
-        _spread(scale, "scale", x, (last,)),
-        _spread(bias, "bias", x, (last,)),
+        spread(scale, "scale", x, (last,)),
+        spread(bias, "bias", x, (last,)),
         num_groups=num_groups,
         reduction_axes=reduced,
         on_single="zero",
         out_dtype=out,
-        **_options(settings, x, where, initializing),
+        **options_of(settings, x, where, initializing),
     )
 
 
@@ -229,23 +237,24 @@ def instance_norm(
       ValueError: if the feature axes hold the leading one.
     """
     features = instance_features(settings, x)
-    x, out = _typed(settings, x, scale, bias)
+    x, out = typed(settings, x, scale, bias)
     return group.instance_norm(
         x,
-        _spread(scale, "scale", x, features),
-        _spread(bias, "bias", x, features),
+        spread(scale, "scale", x, features),
+        spread(bias, "bias", x, features),
         axis=features,
         on_single="zero",
         out_dtype=out,
-        **_options(settings, x, where, initializing),
+        **options_of(settings, x, where, initializing),
     )
 
 
-def instance_features(settings: Any, x: Array) -> tuple[int, ...]:
-    """The feature axes of an instance norm, none of them the leading (batch) axis of x `[N, ...]`."""
-    features = sorted_axes(settings.feature_axes, x.ndim, "feature_axes")
+def instance_features(settings: Any, x: Array, name: str = "feature_axes") -> tuple[int, ...]:
+    """The axes of the setting `name`, none of them the leading (batch) axis of x `[N, ...]`."""
+    given = getattr(settings, name)
+    features = sorted_axes(given, x.ndim, name)
     if 0 in features:
-        raise ValueError(f"`feature_axes`={settings.feature_axes!r} holds axis 0 of x, which is the batch axis.")
+        raise ValueError(f"`{name}`={given!r} holds axis 0 of x, which is the batch axis.")
     return features
 
 
@@ -286,52 +295,70 @@ def batch_norm(
     *,
     use_running_average: bool,
     initializing: bool = False,
+    residual: Array | None = None,
+    per_sample: bool = False,
 ) -> tuple[Array, Running | None]:
-    """Batch norm by the batch's or the running statistics.
+    """Batch norm by the batch's or the running statistics, with what a BatchNormAct has behind it.
 
     Args:
-      settings: a BatchNorm layer.
+      settings: a BatchNorm layer, or one that adds to it (an `activation`).
       x: any shape; `settings.axis` are its feature axes.
-      scale, bias: one entry per feature, or None.
+      scale, bias: one entry per feature (with `per_sample`: and per entry of axis 0), or None.
       where: bool, broadcastable to x, or None: what is measured.
       running: the stored statistics; None where none are kept, which means the batch's are always used.
       use_running_average: normalise by `running`; no named axis, mask or virtual batch plays a part then.
       initializing: batch statistics of this device alone, so that any x and any context will do.
+      residual: of x's shape, added behind the norm; or None.
 
     Returns:
       (y, new running statistics); the latter None where they stay as they are.
+
+    Raises:
+      ValueError: for a `quant` where the batch's statistics are used.
     """
     features = sorted_axes(settings.axis, x.ndim, "axis")
     shape = tuple(x.shape[axis] for axis in features)
     if settings.frozen is True:
         scale, bias, running = jax.tree.map(jax.lax.stop_gradient, (scale, bias, running))
-    x, out = _typed(settings, x, scale, bias)
-    scale, bias = (p if p is None else _fitted(p, n, shape, x) for p, n in ((scale, "scale"), (bias, "bias")))
-    axis = features[0] if len(features) == 1 else features
+    x, out = typed(settings, x, scale, bias, residual)
+    over = (0, *features) if per_sample else features
+    scale, bias = spread(scale, "scale", x, over), spread(bias, "bias", x, over)
+    residual = None if residual is None else check.same_shape(residual, "residual", x, "x")
+    activation = getattr(settings, "activation", None)
+    bare = residual is None and activation is None
     if running is not None and (use_running_average or settings.frozen):
-        mean, var = _fitted(running.mean, "mean", shape, x), _fitted(running.var, "var", shape, x)
-        options = {"eps": settings.epsilon, "scale_offset": settings.scale_offset, "out_dtype": out}
-        return batch.batch_norm_inference(x, mean, var, scale, bias, axis=axis, **options), None
-    shift = None if running is None else jax.lax.stop_gradient(_fitted(running.mean, "mean", shape, x))
-    y, moments = batch.batch_norm(
+        mean, var = fitted(running.mean, "mean", shape, x), fitted(running.var, "var", shape, x)
+        options = {"axis": features, "eps": settings.epsilon, "scale_offset": settings.scale_offset, "out_dtype": out}
+        options |= quantised(settings)
+        if bare:
+            return batch.batch_norm_inference(x, mean, var, scale, bias, **options), None
+        options |= {"residual": residual, "activation": activation}
+        return batch_act.batch_norm_act_inference(x, mean, var, scale, bias, **options), None
+    if settings.quant is not None:
+        raise ValueError("`quant` is for inference: use the running statistics (`use_running_average=True`).")
+    shift = None if running is None else jax.lax.stop_gradient(fitted(running.mean, "mean", shape, x))
+    y, moments = batch_normalized(
         x,
         scale,
         bias,
-        axis=axis,
+        channels=features,
+        operator=type(settings).__name__,
+        added=residual,
+        activation=batch_act.activation_of(activation),
         virtual_batch_size=None if initializing else settings.virtual_batch_size,
         ragged=settings.ragged,
         running=settings.running,
         shift=shift,
         on_single="zero",
         out_dtype=out,
-        **_options(settings, x, where, initializing),
+        **options_of(settings, x, where, initializing),
     )
     if running is None or initializing:
         return y, None
-    return y, _updated(settings, running, jax.lax.stop_gradient(moments), shape)
+    return y, updated(settings, running, jax.lax.stop_gradient(moments), shape)
 
 
-def _fitted(value: Array, name: str, shape: tuple[int, ...], x: Array) -> Array:
+def fitted(value: Array, name: str, shape: tuple[int, ...], x: Array) -> Array:
     """One entry per feature, in the features' shape in x."""
     if value.size != math.prod(shape):
         raise ValueError(
@@ -341,7 +368,7 @@ def _fitted(value: Array, name: str, shape: tuple[int, ...], x: Array) -> Array:
     return value.reshape(shape)
 
 
-def _updated(settings: Any, running: Running, moments: Any, shape: tuple[int, ...]) -> Running:
+def updated(settings: Any, running: Running, moments: Any, shape: tuple[int, ...]) -> Running:
     """The running statistics after one more batch, each in the dtype and shape it is stored in."""
     counted = jnp.any(moments.count > 0)
     if settings.skip_nonfinite_update:  # all features or none, so that they have all seen the same batches

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from normlib import _arguments as check
 from normlib._forward import effective, wide_or_none
 from normlib.precision import wide
 
@@ -26,3 +27,18 @@ def combined(scale, bias, mod_scale, mod_shift, offset: float, x: Array):
         scale = by if scale is None else scale * by
         bias = None if bias is None else bias * by
     return scale, shift if bias is None else bias if shift is None else bias + shift, 0.0
+
+
+def looked_up(table, name: str, labels, x: Array) -> Array | None:
+    """Rows of a class table, or the array as it is without labels."""
+    if table is None or labels is None:
+        return table
+    table, labels = check.array(table, name), check.array(labels, "labels")
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"`labels` must be integers; got {labels.dtype}.")
+    if labels.shape != x.shape[:1] or table.ndim != 2:
+        raise ValueError(
+            f"`labels` must have shape {x.shape[:1]} and `{name}` be a table [classes, C]; got {labels.shape} and "
+            f"{table.shape}."
+        )
+    return jnp.take(table, labels, axis=0, mode="fill", fill_value=jnp.nan)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from normlib import passes
@@ -39,16 +40,18 @@ class _Plan:
 def restyled(
     style: Style, x: Array, extras: Any, *, axes: tuple[int, ...], eps: float, where: Array | None = None,
     scope: Scope = LOCAL, shift: Array | None = None, rule: str = "reverse", backend: str | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> Normalized:  # fmt: skip
     """Normalise x with what `style` makes of its moments; `style` must be hashable by value.
 
     Arguments as `normlib.engine.normalize`; `extras` is a pytree of floating-point arrays.
     """
     x = x.astype(output_dtype(x.dtype))
+    out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if rule == "reverse" and not jnp.iscomplexobj(x):
         scope.check_bound()
         name = passes.current_backend() if backend is None else passes.checked(backend)
-        plan = _Plan(Config(axes, True, 0.0, scope, False, name), style)
+        plan = _Plan(Config(axes, True, 0.0, scope, False, name, out.name), style)
         return Normalized(*_restyled(plan, x, extras, where, shift, jnp.asarray(eps, wide(x).dtype)))
 
     def composed(x, extras):
@@ -57,7 +60,7 @@ def restyled(
         )  # fmt: skip
         own = found.moments
         k, t = style(own, extras)
-        return affine(wide(x), own.mean, own.rstd(eps), k, t, low=own.low).astype(x.dtype), own, found.total
+        return affine(wide(x), own.mean, own.rstd(eps), k, t, low=own.low).astype(out), own, found.total
 
     # a checkpoint around a rule that has its own inside fails on jax 0.12
     run = composed if rule == "both" else jax.checkpoint(composed)
@@ -84,6 +87,7 @@ def _restyled_fwd(plan, *primals):
 def _restyled_bwd(plan, residuals, cotangents):
     x, extras, where, own, total, rstd = residuals
     dy, d_own, d_total = cotangents
+    config = replace(plan.config, out_dtype=None)  # dx has the dtype of x
     floats = own.mean, own.m2
 
     def style(floats, extras):
@@ -91,12 +95,12 @@ def _restyled_bwd(plan, residuals, cotangents):
 
     (k, t), pull = jax.vjp(style, floats, extras)
     kept = (x, k, t, where, own, total, rstd)
-    _, dk, dt = backward(plan.config, kept, (dy, d_own, d_total))
+    _, dk, dt = backward(config, kept, (dy, d_own, d_total))
     d_floats, d_extras = pull((dk, dt))
     parts = zip((d_own.mean, d_own.m2), d_floats, floats)
     mean, m2 = (like(f, p) if isinstance(d, SymbolicZero) else d + like(f, p) for d, f, p in parts)
     # the sums of this second call are those of the first: XLA merges them
-    dx, _, _ = backward(plan.config, kept, (dy, d_own._replace(mean=mean, m2=m2), d_total))
+    dx, _, _ = backward(config, kept, (dy, d_own._replace(mean=mean, m2=m2), d_total))
     return like(dx(), x), jax.tree.map(like, d_extras, extras), None, None, None
 
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
@@ -52,6 +54,7 @@ def group_norm_silu(
     backend: str | None = None,
     quant=None,
     norm_round_first: bool = False,
+    out_dtype: DTypeLike | None = None,
 ) -> Array | Quantized | DualQuantized:
     """Group normalization followed by SiLU (Swish), rounded once.
 
@@ -66,6 +69,7 @@ def group_norm_silu(
 
       quant: quantise y: one of the kinds that `normlib.layer_norm` takes. A row is a sample, a feature a channel.
       norm_round_first: round y to x's dtype before quantising; False quantises the float32 value.
+      out_dtype: dtype of y, rounded once from float32; that of x where None.
 
     The other arguments are those of `normlib.group_norm`.
 
@@ -89,7 +93,7 @@ def group_norm_silu(
     )  # fmt: skip
     where = checked_mask(where, x, sets, on_single, "group_norm_silu")
     scale, bias = (check.parameter(p, n, x, sets.channels) for p, n in ((scale, "scale"), (bias, "bias")))
-    dtype = output_dtype(x.dtype)
+    dtype = output_dtype(x.dtype) if out_dtype is None else jnp.dtype(out_dtype)
     y = composed(
         [x], scale, bias, axes=sets.reduced, eps=check.epsilon(eps), where=where, scale_offset=scale_offset,
         scope=sets.scope, activation=Swish(check.number(beta, "beta")), rule=rule, rescale=rescale, backend=backend,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
@@ -50,6 +51,7 @@ def ada_layer_norm(
     backend: str | None = None,
     quant=None,
     norm_round_first: bool = False,
+    out_dtype: DTypeLike | None = None,
 ) -> Array | Quantized | DualQuantized | RowNormOutput:
     """Layer normalization modulated by a condition.
 
@@ -68,6 +70,7 @@ def ada_layer_norm(
       return_moments: return `RowNormOutput(y, moments)` instead of y.
       quant: quantise y: one of the kinds that `normlib.layer_norm` takes.
       norm_round_first: round y to x's dtype before quantising; False quantises the float32 value.
+      out_dtype: dtype of y, rounded once from float32; that of x where None.
 
     Returns:
       y in x's shape and dtype, rounded once, or codes with their scale with `quant`.
@@ -86,7 +89,8 @@ def ada_layer_norm(
     last = (x.ndim - 1,)
     scale, bias = (check.parameter(p, n, x, last) for p, n in ((scale, "scale"), (bias, "bias")))
     scale, bias, offset = combined(scale, bias, mod_scale, mod_shift, scale_offset, x)
-    where, dtype = check.mask(where, x), output_dtype(x.dtype)
+    where = check.mask(where, x)
+    dtype = output_dtype(x.dtype) if out_dtype is None else jnp.dtype(out_dtype)
     out = normalize(
         x, scale, bias, axes=last, eps=check.epsilon(eps), where=where, scale_offset=offset, rule=rule,
         rescale=rescale, batch_invariant=batch_invariant, backend=backend, out_dtype=quantize.out_dtype(quant, dtype),

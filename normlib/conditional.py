@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
-from normlib._forward import wide_or_none
-from normlib._modulation import combined, factor
+from normlib._batch import batch_normalized
+from normlib._modulation import combined, factor, looked_up
 from normlib._per_sample import PerSample, checked_mask, grouped, instances
 from normlib.engine import normalize
 from normlib.moments import Moments
-from normlib.scope import Scope, axis_size
 
 
 class ConditionalBatchNormOutput(NamedTuple):
@@ -40,12 +39,16 @@ def conditional_batch_norm(
     where: Bool[Array, ...] | None = None,
     axis_name=None,
     axis_index_groups=None,
+    virtual_batch_size: int | None = None,
+    ragged: bool = False,
+    running: str = "merged",
     shift: Float[Array, " c"] | None = None,
     method: str = "auto",
     on_single: str = "raise",
     rule: str = "reverse",
     rescale: bool = False,
     backend: str | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> ConditionalBatchNormOutput:
     """Batch normalization whose scale and bias belong to the sample: to its class, or to its conditioning network.
 
@@ -60,7 +63,8 @@ def conditional_batch_norm(
       scale_offset: added to `scale` in float32.
       axis: channel axis, not 0; every other axis is reduced.
       eps: added to the variance inside the root, in units of x squared.
-      where, axis_name, axis_index_groups, shift, method, on_single, rule, rescale, backend: as `normlib.batch_norm`.
+      where, axis_name, axis_index_groups, virtual_batch_size, ragged, running, shift, method, on_single, rule, rescale,
+        backend, out_dtype: as `normlib.batch_norm`.
 
     Returns:
       `ConditionalBatchNormOutput(y, moments)`; update running statistics with `normlib.update_running`, and evaluate
@@ -81,23 +85,16 @@ def conditional_batch_norm(
     if channel == 0:
         raise ValueError(f"`axis` must not be 0, which holds the samples of x, shape {x.shape}.")
     raised = [
-        _per_sample_channels(_looked_up(p, name, labels, x), name, x, channel)
+        _per_sample_channels(looked_up(p, name, labels, x), name, x, channel)
         for p, name in ((scale, "scale"), (bias, "bias"))
     ]
-    reduced = tuple(a for a in range(x.ndim) if a != channel)
-    groups = check.groups(axis_index_groups)
-    scope = Scope(names=check.names(axis_name), groups=groups, method=method)
-    where = check.mask(where, x)
-    if where is None:
-        sharing = len(groups[0]) if groups else axis_size(scope.names)
-        entries = x.size // max(x.shape[channel], 1) * sharing
-        check.more_than_one(entries, on_single, f"conditional_batch_norm of x with shape {x.shape}")
-    out = normalize(
-        x, factor(raised[0], scale_offset, x), raised[1], axes=reduced, eps=check.epsilon(eps), where=where,
-        scope=scope, shift=wide_or_none(check.parameter(shift, "shift", x, (channel,))), rule=rule,
-        rescale=rescale, backend=backend,
+    y, moments = batch_normalized(
+        x, factor(raised[0], scale_offset, x), raised[1], channels=(channel,), eps=eps, where=where,
+        operator="conditional_batch_norm", axis_name=axis_name, axis_index_groups=axis_index_groups,
+        virtual_batch_size=virtual_batch_size, ragged=ragged, running=running, shift=shift, method=method,
+        on_single=on_single, rule=rule, rescale=rescale, backend=backend, out_dtype=out_dtype,
     )  # fmt: skip
-    return ConditionalBatchNormOutput(out.y, jax.tree.map(lambda t: t.reshape(x.shape[channel]), out.total))
+    return ConditionalBatchNormOutput(y, moments)
 
 
 def modulated_group_norm(
@@ -239,18 +236,3 @@ def _per_sample_channels(m, name: str, x: Array, channel: int) -> Array | None:
         f"`{name}` must have shape {expected} (samples, channels), or x's rank and broadcast to {x.shape}; "
         f"got {m.shape}."
     )
-
-
-def _looked_up(table, name: str, labels, x: Array) -> Array | None:
-    """Rows of a class table, or the array as it is without labels."""
-    if table is None or labels is None:
-        return table
-    table, labels = check.array(table, name), check.array(labels, "labels")
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"`labels` must be integers; got {labels.dtype}.")
-    if labels.shape != x.shape[:1] or table.ndim != 2:
-        raise ValueError(
-            f"`labels` must have shape {x.shape[:1]} and `{name}` be a table [classes, C]; got {labels.shape} and "
-            f"{table.shape}."
-        )
-    return jnp.take(table, labels, axis=0, mode="fill", fill_value=jnp.nan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
 from normlib import _arguments as check
@@ -44,6 +46,7 @@ def dynamic_tanh(
     bias: Float[Array, ...] | None = None,
     *,
     axis: check.Axes = -1,
+    out_dtype: DTypeLike | None = None,
 ) -> Array:
     """DyT: an element-wise replacement of a norm, without any reduction.
 
@@ -55,6 +58,7 @@ def dynamic_tanh(
       scale: the shape of x along `axis` (`[D]`), or of x's rank and broadcastable to it, or None for ones.
       bias: likewise, or None for zeros.
       axis: axis or axes of the parameters.
+      out_dtype: dtype of y, rounded once from float32; that of x where None.
 
     Returns:
       y in x's shape and dtype (float32 for integers), rounded once. The backward keeps x and forms tanh again.
@@ -72,21 +76,23 @@ def dynamic_tanh(
         raise ValueError(f"`alpha` must be a scalar; got shape {alpha.shape}.")
     axes = check.axes(axis, x.ndim)
     scale, bias = (check.parameter(p, n, x, axes) for p, n in ((scale, "scale"), (bias, "bias")))
-    return _dynamic_tanh(x.astype(output_dtype(x.dtype)), alpha.reshape((1,) * x.ndim), scale, bias)
+    x = x.astype(output_dtype(x.dtype))
+    dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype).name
+    return _dynamic_tanh(dtype, x, alpha.reshape((1,) * x.ndim), scale, bias)
 
 
-@jax.custom_vjp
-def _dynamic_tanh(x, alpha, scale, bias) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dynamic_tanh(dtype: str, x, alpha, scale, bias) -> Array:
     y = jnp.tanh(wide(x) * wide(alpha))
     y = y if scale is None else y * wide(scale)
-    return (y if bias is None else y + wide(bias)).astype(x.dtype)
+    return (y if bias is None else y + wide(bias)).astype(dtype)
 
 
-def _dynamic_tanh_fwd(x, alpha, scale, bias):
-    return _dynamic_tanh(x, alpha, scale, bias), (x, alpha, scale, bias)
+def _dynamic_tanh_fwd(dtype, x, alpha, scale, bias):
+    return _dynamic_tanh(dtype, x, alpha, scale, bias), (x, alpha, scale, bias)
 
 
-def _dynamic_tanh_bwd(residuals, dy):
+def _dynamic_tanh_bwd(_, residuals, dy):
     """Every sum reads operands of its own: shared, tanh would be written out in float32."""
     x, alpha, scale, bias = residuals
     one = jnp.ones((), wide(x).dtype)
@@ -129,6 +135,7 @@ def switchable_norm(
     on_single: str = "raise",
     rule: str = "reverse",
     backend: str | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> SwitchableNormOutput:
     """Normalise by a learned mix of instance, layer and batch statistics.
 
@@ -148,7 +155,7 @@ def switchable_norm(
       eps: added to the mixed variance inside the root, in units of x squared.
       axis_name: mesh axis or axes over which the batch statistics are shared (one more pass over x).
       on_single: "raise" if an instance has one entry only, or "zero" to accept its variance of 0.
-      rule, backend: as `normlib.batch_norm`.
+      rule, backend, out_dtype: as `normlib.batch_norm`.
 
     Returns:
       `SwitchableNormOutput(y, moments)`; y is rounded once.
@@ -186,7 +193,7 @@ def switchable_norm(
         batch = normalize(x, axes=(0, *space), eps=eps, scope=scope, rule=rule, backend=backend).moments
     if batch is not None:
         extras["batch"] = (batch.mean, batch.low, batch.var)
-    out = restyled(_Mix(channel, eps), x, extras, axes=space, eps=eps, rule=rule, backend=backend)
+    out = restyled(_Mix(channel, eps), x, extras, axes=space, eps=eps, rule=rule, backend=backend, out_dtype=out_dtype)
     batch = out.moments.merge_axis(0, keepdims=True) if batch is None else batch
     return SwitchableNormOutput(out.y, jax.tree.map(lambda t: t.reshape(x.shape[channel]), batch))
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
@@ -73,6 +74,7 @@ def add_layer_norm(
     backend: str | None = None,
     quant=None,
     norm_round_first: bool = False,
+    out_dtype: DTypeLike | None = None,
 ) -> AddNormOutput:
     """Layer normalization of a sum; returns the sum too.
 
@@ -100,6 +102,7 @@ def add_layer_norm(
       quant: quantise y: a `normlib.Static`, `Dual`, `Dynamic`, `Asymmetric`, `MX` or `StraightThrough`, as
         `normlib.layer_norm` does; the residual stays as it is.
       norm_round_first: round y to its dtype before quantising; False quantises the float32 value.
+      out_dtype: dtype of y, rounded once from float32; that of the sum where None.
 
     Returns:
       `AddNormOutput(y, residual, moments)`, y and residual rounded once each. With `quant` y is `Quantized` or
@@ -124,7 +127,7 @@ def add_layer_norm(
         scale_offset=scale_offset, round_first=residual_round_first, axis_name=axis_name,
         axis_index_groups=axis_index_groups, method=method, rule=rule, rescale=rescale,
         batch_invariant=batch_invariant, backend=backend,
-        quant=quant, norm_round_first=norm_round_first,
+        quant=quant, norm_round_first=norm_round_first, out_dtype=out_dtype,
     )  # fmt: skip
 
 
@@ -148,6 +151,7 @@ def add_rms_norm(
     backend: str | None = None,
     quant=None,
     norm_round_first: bool = False,
+    out_dtype: DTypeLike | None = None,
 ) -> AddNormOutput:
     """Root mean square normalization of a sum; returns the sum too.
 
@@ -166,7 +170,7 @@ def add_rms_norm(
         scale_offset=scale_offset, round_first=residual_round_first, axis_name=axis_name,
         axis_index_groups=axis_index_groups, rule=rule, rescale=rescale, batch_invariant=batch_invariant,
         backend=backend,
-        quant=quant, norm_round_first=norm_round_first,
+        quant=quant, norm_round_first=norm_round_first, out_dtype=out_dtype,
     )  # fmt: skip
 
 
@@ -292,7 +296,7 @@ def deep_norm(
 def _add_norm(
     terms, scale, bias, *, sum_bias=None, weights=None, axis, eps, centered=True, where, scale_offset=0.0,
     round_first=False, axis_name=None, axis_index_groups=None, method="auto", rule, rescale, batch_invariant, backend,
-    quant=None, norm_round_first=False,
+    quant=None, norm_round_first=False, out_dtype=None,
 ) -> AddNormOutput:  # fmt: skip
     (first, given), *others = terms.items()
     x = check.array(given, first)
@@ -302,7 +306,8 @@ def _add_norm(
         check.parameter(p, n, x, axes) for p, n in ((scale, "scale"), (bias, "bias"), (sum_bias, "sum_bias"))
     )
     scope = Scope(names=check.names(axis_name), groups=check.groups(axis_index_groups), method=method)
-    where, dtype = check.mask(where, x), output_dtype(jnp.result_type(*arrays))
+    where = check.mask(where, x)
+    dtype = output_dtype(jnp.result_type(*arrays)) if out_dtype is None else jnp.dtype(out_dtype)
     out = composed(
         arrays, scale, bias, weights=weights, added=sum_bias, axes=axes, eps=check.epsilon(eps), centered=centered,
         where=where, scale_offset=scale_offset, scope=scope, round_first=round_first, rule=rule,

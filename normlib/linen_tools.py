@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from typing import Any
 
@@ -71,8 +72,18 @@ def _both(old: Moments | None, new: Moments) -> Moments:
 CONVERSIONS: weakref.WeakKeyDictionary[type, tuple[type, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
-class _Converted(linen.BatchNorm):
-    """A batch norm that stands in for another: not converted again."""
+EXTENDED = (linen.BatchNormAct, linen.ConditionalBatchNorm)
+
+
+class _Converted:
+    """Marks a batch norm that stands in for another: not converted again."""
+
+
+@functools.cache
+def _converted(kind: type) -> type:
+    """The class that stands in for a batch norm of class `kind`: BatchNorm, or one of those that extend it."""
+    found = next((own for own in EXTENDED if issubclass(kind, own)), linen.BatchNorm)
+    return type(found.__name__, (_Converted, found), {"__module__": found.__module__})
 
 
 def convert_batch_norm(module: nn.Module, **changes: Any) -> nn.Module:
@@ -110,7 +121,8 @@ def convert_batch_norm(module: nn.Module, **changes: Any) -> nn.Module:
             return call(*args, **kwargs)
         # in the old layer's own scope, so that its variables are found under the old names
         scope: Any = old.scope
-        return _Converted(**{**_arguments(old), **changes}, parent=scope)(*args, **kwargs)
+        kind: Any = type(old)
+        return _converted(kind)(**{**_arguments(old), **changes}, parent=scope)(*args, **kwargs)
 
     def active(name):
         @nn.nowrap

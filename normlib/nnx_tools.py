@@ -13,6 +13,7 @@ from normlib._layers import check_batch_norm
 from normlib._models import check_changes, measured, without_name
 
 BATCH_NORMS = (flax_nnx.BatchNorm, nnx.BatchNorm)
+EXTENDED = (nnx.BatchNormAct, nnx.ConditionalBatchNorm)
 
 
 class BatchMoments(flax_nnx.Variable):
@@ -73,7 +74,8 @@ def convert_batch_norm(model: Any, **changes: Any) -> Any:
     """A copy of `model` in which every batch norm is a `normlib.nnx.BatchNorm` with `changes` to its arguments.
 
     Every other argument stays, and so do parameters, statistics and their paths. Layers in lists and dicts, and
-    layers used in several places, are converted once and stay shared; subclasses of BatchNorm are left alone.
+    layers used in several places, are converted once and stay shared. BatchNormAct and ConditionalBatchNorm keep their
+    class; other subclasses of BatchNorm are left alone.
 
     Args:
       model: any nnx module; untouched.
@@ -96,14 +98,15 @@ def convert_batch_norm(model: Any, **changes: Any) -> Any:
     check_changes(signature, changes)
     model = flax_nnx.clone(model)
     for _, node in flax_nnx.iter_modules(model):
-        if type(node) not in BATCH_NORMS:
+        if type(node) not in (*BATCH_NORMS, *EXTENDED):
             continue
-        node.__class__ = nnx.BatchNorm
+        if type(node) not in EXTENDED:
+            node.__class__ = nnx.BatchNorm
         for name, parameter in signature.items():
             if not hasattr(node, name) and parameter.default is not inspect.Parameter.empty and _kept(name):
                 setattr(node, name, parameter.default)
         for name, value in changes.items():
-            setattr(node, name, value)
+            setattr(node, name, flax_nnx.data(value) if name == "quant" and value is not None else value)
         check_batch_norm(node)
     return model
 

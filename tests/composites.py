@@ -33,6 +33,12 @@ def _silu(a, beta):
     return (z / (1 + a.np.exp(-beta * z)),), (size * (1 + abs(beta)),)
 
 
+def _batch_act(a, act):
+    z, size = normal(a, a.x, (0, 1), 1e-5, a.scale, a.bias)
+    z = z + a.residual
+    return (act(a, z),), (size + abs(a.residual),)
+
+
 def _conv_relu(a):
     """A valid 1 x 3 convolution by hand, z rounded to x's dtype."""
     taps = [a.np.einsum("nlc,co->nlo", a.x[:, i : i + 5], rounded(a, a.kernel)[i]) for i in range(3)]
@@ -76,6 +82,17 @@ FUSED = [
     Composite(
         "group_norm_swish", lambda **k: nl.group_norm_silu(**k, num_groups=4, beta=1.7), lambda a: _silu(a, 1.7),
         {"x": (3, 7, 12)}, {"scale": (12,), "bias": (12,)}, reduce=(1, 2),
+    ),
+    Composite(
+        "batch_norm_act_relu", nl.batch_norm_act, lambda a: _batch_act(a, lambda a, z: a.np.maximum(z, 0)),
+        {"x": (6, 7, 4), "residual": (6, 7, 4)}, {"scale": (4,), "bias": (4,)}, reduce=(0, 1),
+        large=SPACE | {"residual": SPACE["x"]}, own_rule=True,
+    ),
+    Composite(
+        "batch_norm_act_silu", lambda **k: nl.batch_norm_act(**k, activation="silu"),
+        lambda a: _batch_act(a, lambda a, z: z / (1 + a.np.exp(-z))),
+        {"x": (6, 7, 4), "residual": (6, 7, 4)}, {"scale": (4,), "bias": (4,)}, reduce=(0, 1),
+        large=SPACE | {"residual": SPACE["x"]},
     ),
     Composite(
         "conv_batch_norm_relu", lambda **k: nl.conv_batch_norm_relu(**k, padding="VALID"), _conv_relu,

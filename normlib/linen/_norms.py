@@ -18,8 +18,6 @@ from jax.nn import initializers
 from normlib import _layers
 from normlib._layers import Axes
 
-__all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
-
 
 def _affine(module: Any, x: jax.Array, features: tuple[int, ...]) -> tuple[jax.Array | None, jax.Array | None]:
     """The layer's scale and bias, created if they are not there: scale first, as Flax draws its keys."""
@@ -30,6 +28,16 @@ def _affine(module: Any, x: jax.Array, features: tuple[int, ...]) -> tuple[jax.A
     if getattr(module, "use_bias", False):
         bias = module.param("bias", module.bias_init, shape, module.param_dtype)
     return scale, bias
+
+
+def _read(stored: dict[str, nn.Variable]) -> _layers.Running | None:
+    return _layers.Running(**{name: variable.value for name, variable in stored.items()}) if stored else None
+
+
+def _write(stored: dict[str, nn.Variable], new: _layers.Running | None) -> None:
+    if new is not None:
+        for name, variable in stored.items():
+            variable.value = getattr(new, name)
 
 
 class BatchNorm(nn.Module):
@@ -67,6 +75,9 @@ class BatchNorm(nn.Module):
       scale_offset: y is scaled by scale_offset + scale; with 1, give `scale_init` zeros.
       method, rule, running, rescale: how statistics are shared, differentiated, merged and guarded against overflow:
         see `normlib.batch.batch_norm`.
+      quant: quantise y where the running statistics are used: a `normlib.Static`, `Dual`, `Dynamic`, `Asymmetric` or
+        `MX`; the call then returns codes with their scale.
+      norm_round_first: round y to its dtype before quantising.
 
     >>> x = jnp.arange(6.0).reshape(3, 2)
     >>> layer = BatchNorm(use_running_average=False)
@@ -102,6 +113,8 @@ class BatchNorm(nn.Module):
     rule: str = "reverse"
     running: str = "merged"
     rescale: bool = False
+    quant: Any = None
+    norm_round_first: bool = False
 
     @nn.compact
     def __call__(
@@ -120,8 +133,24 @@ class BatchNorm(nn.Module):
         Raises:
           ValueError: for settings that contradict one another or do not fit x.
         """
-        _layers.check_batch_norm(self)
         x = jnp.asarray(x)
+        stored, evaluating = self._statistics(x, use_running_average)
+        features = _layers.sorted_axes(self.axis, x.ndim, "axis")
+        y, new = _layers.batch_norm(
+            self,
+            x,
+            *_affine(self, x, features),
+            mask,
+            _read(stored),
+            use_running_average=evaluating,
+            initializing=self.is_initializing(),
+        )
+        _write(stored, new)
+        return y
+
+    def _statistics(self, x: jax.Array, use_running_average: bool | None) -> tuple[dict[str, nn.Variable], bool]:
+        """The variables of the running statistics by name, and whether they are what x is normalised by."""
+        _layers.check_batch_norm(self)
         features = _layers.sorted_axes(self.axis, x.ndim, "axis")
         stored = self._stored(tuple(x.shape[axis] for axis in features))
         evaluating = bool(self.frozen)
@@ -129,19 +158,7 @@ class BatchNorm(nn.Module):
             evaluating = nn.merge_param("use_running_average", self.use_running_average, use_running_average)
         if _layers.counts_batches(self) and (not evaluating or self.is_initializing()):
             stored["num_batches"] = self.variable("batch_stats", "num_batches", jnp.zeros, (), jnp.int32)
-        y, new = _layers.batch_norm(
-            self,
-            x,
-            *_affine(self, x, features),
-            mask,
-            _layers.Running(**{name: variable.value for name, variable in stored.items()}) if stored else None,
-            use_running_average=evaluating,
-            initializing=self.is_initializing(),
-        )
-        if new is not None:
-            for name, variable in stored.items():
-                variable.value = getattr(new, name)
-        return y
+        return stored, evaluating
 
     def _stored(self, shape: tuple[int, ...]) -> dict[str, nn.Variable]:
         if not self.track_running_stats:
@@ -182,6 +199,7 @@ class LayerNorm(nn.Module):
       feature_axes: axes along which scale and bias have entries of their own.
       axis_name: mapped axes over which the reduced axes are split (a sharded feature axis).
       batch_invariant: y of a row does not change by a bit with the rows beside it, at a stated cost.
+      quant, norm_round_first: return codes with their scale, of y or of the rounded y.
 
     >>> layer = LayerNorm()
     >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.array([[1.0, 3.0]]))
@@ -207,6 +225,8 @@ class LayerNorm(nn.Module):
     rule: str = "reverse"
     rescale: bool = False
     batch_invariant: bool = False
+    quant: Any = None
+    norm_round_first: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
@@ -244,6 +264,8 @@ class RMSNorm(nn.Module):
     rule: str = "reverse"
     rescale: bool = False
     batch_invariant: bool = False
+    quant: Any = None
+    norm_round_first: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:

@@ -8,7 +8,6 @@ graphdefs). Arguments that Flax does not have come last.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,48 +19,7 @@ from jaxtyping import Array
 
 from normlib import _layers
 from normlib._layers import Axes
-
-__all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
-
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-class _Norm(nnx.Module):
-    """What every layer here has, and how an `__init__` sets it up."""
-
-    scale: Any
-    bias: Any
-    dtype: Any
-    promote_dtype: Any
-
-    def _keep(self, arguments: Mapping[str, Any]) -> None:
-        """Store an `__init__`'s arguments under their names, as Flax's layers do, but for those used up by it."""
-        used_up = ("self", "rngs", "bias_init", "scale_init", "bias_metadata", "scale_metadata")
-        for name, value in arguments.items():
-            if name not in used_up:
-                setattr(self, name, value)
-
-    def _promoted(self, x: Array) -> tuple[Array, Array | None, Array | None]:
-        return self.promote_dtype((x, _value(self.scale), _value(self.bias)), dtype=self.dtype)
-
-
-def _parameter(
-    used: bool, init: Initializer, features: int, dtype: Dtype, rngs: nnx.Rngs, metadata: Mapping[str, Any]
-) -> Any:
-    """A parameter `[features]`, its key drawn only when it is used, as Flax does."""
-    return nnx.Param(init(rngs.params(), (features,), dtype), **metadata) if used else nnx.data(None)
-
-
-def _value(parameter: Any) -> Array | None:
-    return None if parameter is None else parameter[...]
-
-
-def _store(leaf: Any, value: Array) -> None:
-    """Write into a variable, which an indexed write would keep real where the value has become complex."""
-    if value.dtype == leaf.dtype:
-        leaf[...] = value
-    else:
-        leaf.set_value(value)
+from normlib.nnx._base import NOTHING, _Norm, _parameter, _store, _value, chosen_statistics
 
 
 class BatchNorm(_Norm):
@@ -104,6 +62,9 @@ class BatchNorm(_Norm):
       scale_offset: y is scaled by scale_offset + scale; with 1, give `scale_init` zeros.
       method, rule, running, rescale: how statistics are shared, differentiated, merged and guarded against overflow:
         see `normlib.batch.batch_norm`.
+      quant: quantise y where the running statistics are used: a `normlib.Static`, `Dual`, `Dynamic`, `Asymmetric` or
+        `MX`; the call then returns codes with their scale.
+      norm_round_first: round y to its dtype before quantising.
 
     Raises:
       ValueError: for settings that contradict one another.
@@ -151,6 +112,8 @@ class BatchNorm(_Norm):
         rule: str = "reverse",
         running: str = "merged",
         rescale: bool = False,
+        quant: Any = None,
+        norm_round_first: bool = False,
     ):
         self._keep(locals())
         self.scale = _parameter(use_scale, scale_init, num_features, param_dtype, rngs, scale_metadata)
@@ -177,36 +140,35 @@ class BatchNorm(_Norm):
           ValueError: if it is nowhere said which statistics to use, or the settings do not fit x.
         """
         evaluating = self._evaluating(use_running_average)
-        stored = {name: getattr(self, name) for name in ("mean", "var") if self.track_running_stats}
-        if _layers.counts_batches(self):
-            stored["num_batches"] = self.num_batches
-        running = _layers.Running(**{name: leaf[...] for name, leaf in stored.items()}) if stored else None
-        x, _, _, scale, bias = self.promote_dtype(
-            (
-                x,
-                None if running is None else running.mean,
-                None if running is None else running.var,
-                _value(self.scale),
-                _value(self.bias),
-            ),
-            dtype=self.dtype,
-        )
+        running = self._running()
+        x, scale, bias = self._with_running(x, running, _value(self.scale), _value(self.bias))
         y, new = _layers.batch_norm(self, x, scale, bias, mask, running, use_running_average=evaluating)
-        if new is not None:
-            for name, leaf in stored.items():
-                _store(leaf, getattr(new, name))
+        self._write(new)
         return y
+
+    def _running(self) -> _layers.Running | None:
+        leaves = {name: getattr(self, name)[...] for name in self._stored()}
+        return _layers.Running(**leaves) if leaves else None
+
+    def _stored(self) -> tuple[str, ...]:
+        names = ("mean", "var") if self.track_running_stats else ()
+        return (*names, "num_batches") if _layers.counts_batches(self) else names
+
+    def _write(self, new: _layers.Running | None) -> None:
+        if new is not None:
+            for name in self._stored():
+                _store(getattr(self, name), getattr(new, name))
+
+    def _with_running(self, x, running, scale, bias):
+        """x, scale and bias as `promote_dtype` makes them of all five arrays."""
+        mean, var = (None, None) if running is None else running[:2]
+        x, _, _, scale, bias = self.promote_dtype((x, mean, var, scale, bias), dtype=self.dtype)
+        return x, scale, bias
 
     def _evaluating(self, given: bool | None) -> bool:
         if self.frozen or not self.track_running_stats:
             return bool(self.frozen)
-        chosen = self.use_running_average if given is None else given
-        if chosen is None:
-            raise ValueError(
-                "`use_running_average` is None in the layer and in the call; give it in one of them, or call "
-                "`train()` or `eval()` on the model."
-            )
-        return chosen
+        return chosen_statistics(self.use_running_average, given)
 
     def set_view(self, use_running_average: bool | None = None) -> None:
         """Set `use_running_average` for `nnx.view`, unless it is None."""
@@ -245,6 +207,7 @@ class LayerNorm(_Norm):
       axis_name: mapped axes over which the reduced axes are split (a sharded feature axis).
       promote_dtype: function of the tuple (x, scale, bias) and `dtype`, returning the promoted arrays.
       batch_invariant: y of a row does not change by a bit with the rows beside it, at a stated cost.
+      quant, norm_round_first: return codes with their scale, of y or of the rounded y.
 
     >>> LayerNorm(2, rngs=nnx.Rngs(0))(jnp.array([[1.0, 3.0]]))
     Array([[-0.9999995,  0.9999995]], dtype=float32)
@@ -275,6 +238,8 @@ class LayerNorm(_Norm):
         rule: str = "reverse",
         rescale: bool = False,
         batch_invariant: bool = False,
+        quant: Any = None,
+        norm_round_first: bool = False,
     ):
         self._keep(locals())
         self.scale = _parameter(use_scale, scale_init, num_features, param_dtype, rngs, scale_metadata)
@@ -317,6 +282,8 @@ class RMSNorm(_Norm):
         rule: str = "reverse",
         rescale: bool = False,
         batch_invariant: bool = False,
+        quant: Any = None,
+        norm_round_first: bool = False,
     ):
         self._keep(locals())
         self.scale = _parameter(use_scale, scale_init, num_features, param_dtype, rngs, scale_metadata)
