@@ -67,7 +67,8 @@ def group_norm_silu(
       num_groups: G; channels c with equal c // (C / G) form a group.
       beta: slope inside the sigmoid (ops-nn's swish_scale).
 
-      quant: quantise y: one of the kinds that `normlib.layer_norm` takes. A row is a sample, a feature a channel.
+      quant: quantise y: one of the kinds that `normlib.layer_norm` takes. A row, which has one dynamic scale, is the
+        channels of one position; a feature is a channel.
       norm_round_first: round y to x's dtype before quantising; False quantises the float32 value.
       out_dtype: dtype of y, rounded once from float32; that of x where None.
 
