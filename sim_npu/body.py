@@ -346,14 +346,15 @@ class Body:
 
 
 def _broadcast(shape: tuple[int, ...], arrays: tuple[Array, ...]) -> str:
-    """How an operand is repeated: along the last axis ("minor", the dearer way), along leading axes ("major")."""
+    """How an operand is repeated; the dearest way if several are: "minor", then "major", then "scalar"."""
     kinds = set()
     for array in arrays:
         stored = array.stored
-        if math.prod(stored) == 1 or stored == shape or len(stored) != len(shape):
-            continue
-        kinds.add("minor" if stored[-1] == 1 and shape[-1] > 1 else "major")
-    return "minor" if "minor" in kinds else "major" if kinds else ""
+        if math.prod(stored) == 1:
+            kinds.add("scalar" if math.prod(shape) > 1 and array.name != "const" else "")
+        elif stored != shape and len(stored) == len(shape):
+            kinds.add("minor" if stored[-1] == 1 and shape[-1] > 1 else "major")
+    return next((k for k in ("minor", "major", "scalar") if k in kinds), "")
 
 
 def _is_scalar_int(aval: Any) -> bool:
