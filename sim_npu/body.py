@@ -131,8 +131,8 @@ class Body:
 
     def masked(self, eqn: Any, env: dict[Any, Any]) -> None:
         """Loads and stores under a mask: a selection over the tile; an atomic add is an addition as well."""
-        ref_atom, stored, mask = adapter.masked_access(eqn)
-        ref, where = env[ref_atom], self.line(eqn)
+        stored, mask, _ = adapter.masked_operands(eqn)
+        ref, where = env[eqn.invars[0]], self.line(eqn)
         var = eqn.outvars[0]
         shape = tuple(var.aval.shape)
         masks = () if mask is None else (self.read(env, mask),)

@@ -27,6 +27,7 @@ from sim_npu.result import SimReport
 from sim_npu.search import rank_plans
 from sim_npu.simulate import simulate
 
+SETUP_US = 3.0  # scalar set-up of a kernel: 2.6 to 3.3 µs in the 910B4 samples
 KERNELS = {"rms_norm": demos.rms_norm, "group_norm": demos.group_norm, "batch_norm_grad_v3": demos.channel_grad}
 
 
@@ -124,10 +125,10 @@ def terms(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def shipped_prior(chip: str) -> Prior:
-    """As shipped equals ideal; a second launch, a factor of 2, the bytes once more at the L2 rate are one step away."""
+    """As shipped equals ideal; one more set-up, a factor of 2, the bytes once more at the L2 rate are one step away."""
     spec = get_chip(chip)
     launch = spec.launch_us + spec.core_start_us
-    return Prior(np.array([launch, 1.0, 0.0]), np.array([launch, 1.0, 1e3 / spec.l2_gbps]))
+    return Prior(np.array([launch, 1.0, 0.0]), np.array([SETUP_US, 1.0, 1e3 / spec.l2_gbps]))
 
 
 def refit(rows: Sequence[Row]) -> dict[tuple[str, str], Shipped]:

@@ -37,13 +37,13 @@ class Shipped:
 
 # (chip, operator); operator "" is all of a chip's measured operators together
 SHIPPED: dict[tuple[str, str], Shipped] = {
-    ("910b2", ""): Shipped(launch=2.8124, factor=1.2212, per_mb=0.0456, strength=1.0),
-    ("910b2", "rms_norm"): Shipped(launch=2.7899, factor=1.2838, per_mb=0.0187, strength=3.0),
-    ("910b2", "group_norm"): Shipped(launch=2.913, factor=0.7978, per_mb=0.0, strength=1.0),
-    ("950", ""): Shipped(launch=0.5536, factor=1.0102, per_mb=0.0002, strength=0.1),
-    ("950", "rms_norm"): Shipped(launch=1.2954, factor=0.979, per_mb=0.0, strength=100.0),
-    ("950", "group_norm"): Shipped(launch=1.5633, factor=0.892, per_mb=0.1362, strength=0.3),
-    ("950", "batch_norm_grad_v3"): Shipped(launch=1.2512, factor=0.7992, per_mb=0.0, strength=10.0),
+    ("910b2", ""): Shipped(launch=2.892, factor=1.2184, per_mb=0.0463, strength=1.0),
+    ("910b2", "rms_norm"): Shipped(launch=2.8686, factor=1.2807, per_mb=0.0192, strength=3.0),
+    ("910b2", "group_norm"): Shipped(launch=3.0515, factor=0.7942, per_mb=0.0, strength=1.0),
+    ("950", ""): Shipped(launch=0.5444, factor=1.0113, per_mb=0.0, strength=0.3),
+    ("950", "rms_norm"): Shipped(launch=1.2759, factor=0.9795, per_mb=0.0, strength=100.0),
+    ("950", "group_norm"): Shipped(launch=1.3019, factor=0.9955, per_mb=0.0007, strength=100.0),
+    ("950", "batch_norm_grad_v3"): Shipped(launch=1.1248, factor=0.8297, per_mb=0.0, strength=10.0),
 }
 
 
