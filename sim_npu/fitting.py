@@ -49,7 +49,9 @@ def fit_terms(x: np.ndarray, y: np.ndarray, prior: Prior | None = None, strength
         if prior is not None and strength:
             pull = np.sqrt(strength) / prior.scale
             rows, target = np.vstack([rows, np.diag(pull)]), np.concatenate([weight, pull * prior.value])
-        theta = _non_negative(rows, target)
+        before, theta = theta, _non_negative(rows, target)
+        if np.allclose(theta, before, rtol=1e-9, atol=0.0):
+            break
         weight = 1.0 / np.sqrt(np.maximum(np.abs(relative @ theta - 1.0), _FLOOR))
     return theta
 

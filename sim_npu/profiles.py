@@ -53,8 +53,8 @@ def core_and_bytes(kernels: Sequence[KernelResult]) -> tuple[float, float]:
     return sum(k.total_us - k.launch_us for k in kernels), float(moved)
 
 
-def shipped_us(profile: str, chip: ChipSpec, kernels: Sequence[KernelResult]) -> float:
-    """Device time under `as_shipped` or `as_shipped:operator`.
+def shipped(profile: str, chip: ChipSpec) -> Shipped:
+    """The constants of `as_shipped` or `as_shipped:operator` on a chip.
 
     Raises:
       ValueError: if the chip, or the operator on it, was not measured.
@@ -63,4 +63,9 @@ def shipped_us(profile: str, chip: ChipSpec, kernels: Sequence[KernelResult]) ->
     if (chip.name, operator) not in SHIPPED:
         known = ", ".join(f"{c} {'as_shipped:' + o if o else 'as_shipped'}" for c, o in SHIPPED)
         raise ValueError(f"`profile` {profile!r} has no measurements on {chip.name}; there are: {known}. Use 'ideal'.")
-    return SHIPPED[chip.name, operator].us(*core_and_bytes(kernels))
+    return SHIPPED[chip.name, operator]
+
+
+def shipped_us(profile: str, chip: ChipSpec, kernels: Sequence[KernelResult]) -> float:
+    """Device time under `as_shipped` or `as_shipped:operator`; raises as `shipped`."""
+    return shipped(profile, chip).us(*core_and_bytes(kernels))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sim_npu import calibration as cal
-from sim_npu import simulate
+from sim_npu import hints, simulate
 from sim_npu.calibration import add_report, is_fit, log_correlation, mean_error, model_rows
 from sim_npu.chips import CHIPS
 from sim_npu.measured import A2_ADD, B4_ADD, OPERATORS
@@ -128,6 +128,20 @@ def test_an_operator_profile_uses_its_own_constants():
     assert shipped.total_us == pytest.approx(fit.launch + fit.factor * core + fit.per_mb * moved / 1e6)
     with pytest.raises(ValueError, match="no measurements on 310p; there are"):
         simulate(cal.KERNELS["rms_norm"], *args, chip="310p", profile="as_shipped")
+
+
+def test_hints_of_a_profile_compare_like_with_like():
+    args = ((4096, 1024), "float16"), ((1024,), "float16")
+    how = dict(chip="910b2", profile="as_shipped:rms_norm")
+    single = TilePlan(queue_depth=1)
+    report = simulate(cal.KERNELS["rms_norm"], *args, plan=single, **how)
+
+    best = hints(cal.KERNELS["rms_norm"], *args, chip="910b2", plan=single, report=report)[0]
+
+    changed = simulate(cal.KERNELS["rms_norm"], *args, plan=best.plan, **how)
+    assert best.gain_us == pytest.approx(report.total_us - changed.total_us) and best.gain_us > 0
+    assert f"({report.total_us:.1f} -> {changed.total_us:.1f} us)" in str(best)
+    assert "as shipped: " in str(report) and "as shipped: " in report._repr_html_()
 
 
 @pytest.mark.skipif(not TABLES.exists(), reason="the tables are not part of the repository")
