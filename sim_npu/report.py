@@ -38,8 +38,8 @@ def profile_lines(report: SimReport) -> list[str]:
     fit = shipped(report.profile, report.chip)
     core, moved = core_and_bytes(report.kernels)
     return [
-        f"as shipped: {report.total_us:.2f} us = {fit.launch:.2f} launch + {fit.factor:.2f} x {core:.2f} without launch "
-        f"+ {fit.per_mb:.3f} x {moved / 1e6:.2f} MB; the kernels below are ideal"
+        f"as shipped: {report.total_us:.2f} us = {fit.launch:.2f} launch + {fit.factor:.2f} x {core:.2f} without "
+        f"launch + {fit.per_mb:.3f} x {moved / 1e6:.2f} MB; the kernels below are ideal"
     ]
 
 

@@ -132,7 +132,7 @@ def test_an_operator_profile_uses_its_own_constants():
 
 def test_hints_of_a_profile_compare_like_with_like():
     args = ((4096, 1024), "float16"), ((1024,), "float16")
-    how = dict(chip="910b2", profile="as_shipped:rms_norm")
+    how = {"chip": "910b2", "profile": "as_shipped:rms_norm"}
     single = TilePlan(queue_depth=1)
     report = simulate(cal.KERNELS["rms_norm"], *args, plan=single, **how)
 
