@@ -131,8 +131,8 @@ class Body:
 
     def masked(self, eqn: Any, env: dict[Any, Any]) -> None:
         """Loads and stores under a mask: a selection over the tile; an atomic add is an addition as well."""
-        ref_atom, stored, mask = adapter.masked_access(eqn)
-        ref, where = env[ref_atom], self.line(eqn)
+        stored, mask, _ = adapter.masked_operands(eqn)
+        ref, where = env[eqn.invars[0]], self.line(eqn)
         var = eqn.outvars[0]
         shape = tuple(var.aval.shape)
         masks = () if mask is None else (self.read(env, mask),)
@@ -346,14 +346,15 @@ class Body:
 
 
 def _broadcast(shape: tuple[int, ...], arrays: tuple[Array, ...]) -> str:
-    """How an operand is repeated: along the last axis ("minor", the dearer way), along leading axes ("major")."""
+    """How an operand is repeated; the dearest way if several are: "minor", then "major", then "scalar"."""
     kinds = set()
     for array in arrays:
         stored = array.stored
-        if math.prod(stored) == 1 or stored == shape or len(stored) != len(shape):
-            continue
-        kinds.add("minor" if stored[-1] == 1 and shape[-1] > 1 else "major")
-    return "minor" if "minor" in kinds else "major" if kinds else ""
+        if math.prod(stored) == 1:
+            kinds.add("scalar" if math.prod(shape) > 1 and array.name != "const" else "")
+        elif stored != shape and len(stored) == len(shape):
+            kinds.add("minor" if stored[-1] == 1 and shape[-1] > 1 else "major")
+    return next((k for k in ("minor", "major", "scalar") if k in kinds), "")
 
 
 def _is_scalar_int(aval: Any) -> bool:

@@ -152,7 +152,8 @@ class Builder:
           instruction: AscendC name, a key of `INSTRUCTIONS`.
           out, operands: tiles.
           axes: reduced axes of a reduction.
-          broadcast: "minor" or "major" if an operand is repeated along the last or along leading axes.
+          broadcast: "minor", "major" or "scalar" if an operand is repeated along the last axis, along leading axes, or
+            is a single element.
           dtype: type computed in; the widest operand's by default.
 
         Raises:

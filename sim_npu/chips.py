@@ -74,6 +74,8 @@ class ChipSpec:
       loop_cycles: scalar cycles per turn of a loop in the body.
       sync_us: one synchronisation of all cores, µs.
       atomic_factor: an atomic add's share of a plain write's rate.
+      vector_issue: repeats started per cycle.
+      vector_registers: values between operations stay in registers, so that operands do not meet in a bank.
       max_queue_depth: buffers per queue position.
       event_ids: events per pair of pipes.
       has_datacopypad, has_syncall, has_bf16_arith, tree_reduce: abilities.
@@ -109,6 +111,8 @@ class ChipSpec:
     loop_cycles: float = 8.0
     sync_us: float = 3.0
     atomic_factor: float = 0.5
+    vector_issue: float = 1.0
+    vector_registers: bool = False
     max_queue_depth: int = 8
     event_ids: int = 8
     has_datacopypad: bool = True
@@ -150,6 +154,9 @@ PROVENANCE = {
     **dict.fromkeys(("cores", "cube_cores", "clock_mhz", "l2_bytes", "hbm_bytes"), Provenance("documented", INI)),
     **dict.fromkeys(("ub_bank_groups", "ub_banks_per_group", "repeat_bytes"), Provenance("documented", INI)),
     **dict.fromkeys(("ub_bytes", "max_repeats", "max_queue_depth", "event_ids"), Provenance("documented", MANUAL)),
+    **dict.fromkeys(
+        ("vector_issue", "vector_registers"), Provenance("documented", "asc-devkit examples: 950 vector functions")
+    ),
     **dict.fromkeys(("has_datacopypad", "has_syncall", "has_bf16_arith"), Provenance("documented", MANUAL)),
     "cycles_per_repeat": Provenance("documented", f"{MANUAL}; select, move, transpose, gather and unknown assumed"),
     "vec_head": Provenance("fitted", f"{A2_ADD}; {B4_TRACE}"),
@@ -247,13 +254,15 @@ CHIPS: dict[str, ChipSpec] = {
             l2_bytes=128 * MIB,
             hbm_bytes=128 * GIB,
             chip_gbps=1640.0,
-            l2_gbps=2800.0,
-            vec_head=8.0,
-            mte2_bytes_per_cycle=60.0,
-            mte3_bytes_per_cycle=60.0,
+            l2_gbps=2520.0,
+            vec_head=2.0,
+            mte2_bytes_per_cycle=72.0,
+            mte3_bytes_per_cycle=42.0,
             ub_bank_groups=8,
             ub_banks_per_group=2,
             max_repeats=1 << 30,  # loops in registers instead of counted repeats
+            vector_issue=2.0,
+            vector_registers=True,
             has_bf16_arith=True,
             tree_reduce=True,
             sources=_INI_RATE | _950_SOURCES,

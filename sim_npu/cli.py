@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from sim_npu.chips import CHIPS
 from sim_npu.export import op_summary_csv, trace_json
 from sim_npu.hints import hints
+from sim_npu.html import html_page
 from sim_npu.memory import CACHES
 from sim_npu.pallas_adapter import UnsupportedKernel
 from sim_npu.plan import RESIDENCY, TilePlan
@@ -176,9 +177,9 @@ def run(options: argparse.Namespace) -> str:
         return f"{options.output}: open it at https://ui.perfetto.dev or chrome://tracing"
     if options.csv:
         options.csv.write_text(op_summary_csv(report))
-    if options.html:
-        options.html.write_text(report._repr_html_())
     advice = hints(fn, *args, chip=options.chip, plan=plan, cache=options.cache, report=report, **named)
+    if options.html:
+        options.html.write_text(html_page(report, advice), encoding="utf-8")
     return "\n".join([str(report), "", *hint_lines(advice)])
 
 

@@ -1,6 +1,6 @@
 """Cycles of vector instructions.
 
-    cycles = instructions * head + repeats * (cycles per repeat) * bank factor
+    cycles = instructions * head + repeats * (cycles per repeat) * bank factor / issue width
 
 A repeat is 256 B: 64 float32 or 128 float16 lanes. An instruction holds at most 255 repeats (`max_repeats`), so a
 large tile takes several. Rows that are not packed (a row is not a multiple of 32 B, or an operand repeats along or
@@ -52,8 +52,13 @@ def op_cost(op: VecOp, chip: ChipSpec, ub: UbMap | None = None) -> OpCost:
         return OpCost(0, 0, 0.0)
     if op.kind == "scalar":
         return OpCost(op.steps, op.steps, float(op.steps))
-    if op.kind == "reduce":
-        return _reduce_cost(op, chip)
+    cost = _reduce_cost(op, chip) if op.kind == "reduce" else _walk_cost(op, chip, ub)
+    width = chip.vector_issue
+    return cost if width == 1.0 else OpCost(cost.instructions, cost.repeats, cost.busy / width, cost.conflict / width)
+
+
+def _walk_cost(op: VecOp, chip: ChipSpec, ub: UbMap | None) -> OpCost:
+    """Cost of an operation that walks over all elements, at one repeat a cycle."""
     lanes = max(1, int(chip.repeat_bytes // dtype_bytes(op.dtype if op.dtype != "bool" else "int8")))
     repeats, instructions = _repeats(op, lanes, chip)
     rate = chip.cycles_per_repeat.get(op.kind, chip.cycles_per_repeat["unknown"])
@@ -84,7 +89,8 @@ def _repeats(op: VecOp, lanes: int, chip: ChipSpec) -> tuple[int, int]:
     elements = math.prod(op.shape)
     last = op.shape[-1] if op.shape else 1
     rows = elements // last if last else 0
-    packed = not op.broadcast and (last * dtype_bytes(op.dtype)) % 32 == 0 or rows == 1 or last == 1
+    whole = op.broadcast in ("", "scalar") and (last * dtype_bytes(op.dtype)) % 32 == 0
+    packed = whole or rows == 1 or last == 1
     if packed and op.broadcast != "minor":
         repeats = -(-elements // lanes)
         return repeats, -(-repeats // chip.max_repeats)
@@ -124,8 +130,14 @@ def _reduce_cost(op: VecOp, chip: ChipSpec) -> OpCost:
 
 
 def _conflicts(op: VecOp, chip: ChipSpec, ub: UbMap | None) -> bool:
-    """Whether the two operands of an operation always lie in the same bank group."""
-    if ub is None or op.kind not in ("arith", "select") or len(op.reads) < 2:
+    """Whether the two operands of an operation always lie in the same bank group.
+
+    An operand that stays in place while the other moves on ("minor", "scalar") meets it too seldom to count, and
+    operands in registers do not meet at all.
+    """
+    if ub is None or chip.vector_registers or op.kind not in ("arith", "select") or len(op.reads) < 2:
+        return False
+    if op.broadcast in ("minor", "scalar"):
         return False
     first, second = (ub.address(name) for name in op.reads[:2])
     if first is None or second is None or math.prod(op.shape) * dtype_bytes(op.dtype) < chip.repeat_bytes:

@@ -2,7 +2,7 @@
 
 Both are `TileProgram`s that `simulate` times, and both have a function that computes what the hardware would.
 The workspace merge gives the same bits on every run; atomic adds depend on the order in which cores arrive, which
-`atomic_sum` draws from a seed so that the spread can be seen.
+`arrival_order` draws from a seed so that the spread can be seen, here and in `emulate` (`arrival_seed` of a policy).
 
 >>> parts = np.float32([[1e8], [1.0], [-1e8], [1.0]])
 >>> workspace_sum(parts).item(), sorted({atomic_sum(parts, seed=s).item() for s in range(20)})
@@ -59,15 +59,24 @@ def workspace_sum(partials: np.ndarray) -> np.ndarray:
     return total
 
 
+def arrival_order(count: int, seed: int, region: int = 0) -> np.ndarray:
+    """The order, drawn from `seed`, in which `count` cores (or steps) reach a 512 B region of global memory.
+
+    >>> sorted(arrival_order(4, seed=1).tolist())
+    [0, 1, 2, 3]
+    """
+    return np.random.default_rng((seed, region)).permutation(count)
+
+
 def atomic_sum(partials: np.ndarray, *, seed: int) -> np.ndarray:
     """Sum of `[cores, width]` partial results in an order of arrival drawn from `seed`, one order per 512 B.
 
-    Cores are served per 512 B region, so regions of one row may see different orders.
+    Cores are served per 512 B region, so regions of one row may see different orders. Within the first region it is
+    what `emulate` gives for a kernel whose steps add these rows, under the same `arrival_seed`.
     """
-    rng = np.random.default_rng(seed)
     total = np.zeros_like(partials[0])
-    region = max(1, 512 // partials.dtype.itemsize)
-    for start in range(0, partials.shape[1], region):
-        part = slice(start, start + region)
-        total[part] = workspace_sum(partials[rng.permutation(len(partials)), part])
+    width = max(1, 512 // partials.dtype.itemsize)
+    for region, start in enumerate(range(0, partials.shape[1], width)):
+        part = slice(start, start + width)
+        total[part] = workspace_sum(partials[arrival_order(len(partials), seed, region), part])
     return total

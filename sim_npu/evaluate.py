@@ -135,7 +135,7 @@ class Evaluator:
         return old
 
     def _masked_load(self, eqn: Any, items: list[Item]) -> list[Item]:
-        index, other = adapter.masked_index(eqn)
+        index, (_, _, other) = adapter.masked_index(eqn), adapter.masked_operands(eqn)
         ref = _ref(items[0])
         loaded, kind = ref.load(self._spans(index.dims)), ref.kind
         if index.mask is None:
@@ -147,7 +147,7 @@ class Evaluator:
         return [Value(jnp.where(self._array(index.mask), loaded, entering), kind | fill.kind)]
 
     def _masked_swap(self, eqn: Any, items: list[Item]) -> list[Item]:
-        index, _ = adapter.masked_index(eqn)
+        index = adapter.masked_index(eqn)
         ref, value, spans = _ref(items[0]), self._atom(index.value), self._spans(index.dims)
         old = Value(ref.load(spans), ref.kind)
         if index.mask is not None:
@@ -156,7 +156,7 @@ class Evaluator:
         return [old]
 
     def _atomic(self, eqn: Any, items: list[Item]) -> list[Item]:
-        index, _ = adapter.masked_index(eqn)
+        index = adapter.masked_index(eqn)
         mask = None if index.mask is None else self._array(index.mask)
         return [self._accumulate(_ref(items[0]), self._spans(index.dims), self._atom(index.value), mask)]
 

@@ -37,17 +37,21 @@ def hints(
     cache: str = "warm",
     **kwargs: Any,
 ) -> list[Hint]:
-    """Ranked hints for a call, largest gain first. Each change of plan is simulated before it is given."""
+    """Ranked hints for a call, largest gain first. Each change of plan is simulated before it is given.
+
+    A `report` of the same call saves simulating it again; its profile holds for the changes as well.
+    """
     plan = plan or TilePlan()
     base = report or simulate(fn, *args, chip=chip, plan=plan, cache=cache, **kwargs)
+    how: dict[str, Any] = dict(chip=chip, cache=cache, profile=base.profile, explain_capacity=False, **kwargs)
     found: list[Hint] = []
 
     def attempt(changed: TilePlan, what: Callable[[SimReport, float], str]) -> None:
         try:
-            other = simulate(fn, *args, chip=chip, plan=changed, cache=cache, explain_capacity=False, **kwargs)
+            other = simulate(fn, *args, plan=changed, **how)
         except (CapacityError, ValueError):
             return
-        gain = sum(k.total_us for k in base.kernels) - sum(k.total_us for k in other.kernels)
+        gain = base.total_us - other.total_us
         if gain > 0.005 * base.total_us:
             found.append(Hint(what(other, gain), gain, changed))
 
@@ -69,12 +73,11 @@ def hints(
         for tiling in space(*(as_shape(a) for a in args)):
             candidate = tiling.replace(queue_depth=plan.queue_depth, cores=plan.cores)
             try:
-                o = simulate(fn, *args, chip=chip, plan=candidate, cache=cache, explain_capacity=False, **kwargs)
+                o = simulate(fn, *args, plan=candidate, **how)
             except (CapacityError, ValueError):
                 continue
-            total = sum(k.total_us for k in o.kernels)
-            if best is None or total < best[0]:
-                best = (total, candidate)
+            if best is None or o.total_us < best[0]:
+                best = (o.total_us, candidate)
         if best is not None:
             attempt(best[1], lambda o, g: f"tiling ({o.plan.describe()}), {effect(o, g)}")
     found.sort(key=lambda h: -h.gain_us)

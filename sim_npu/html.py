@@ -1,15 +1,24 @@
-"""A report as HTML for notebooks: headline, profiler table, pictures, operations."""
+"""A report as HTML: headline, hints, profiler table, pictures, operations; for notebooks, and as a page of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
+from sim_npu.hints import Hint
 from sim_npu.pictures import lanes_svg, roofline_svg, ub_svg
-from sim_npu.report import COLUMN, UNITS, operation_rows, source_lines, speed_of_light
+from sim_npu.report import COLUMN, UNITS, operation_rows, profile_lines, source_lines, speed_of_light
 from sim_npu.result import SimReport
 
 
-def html_report(report: SimReport) -> str:
+def html_page(report: SimReport, hints: Sequence[Hint]) -> str:
+    """The report and its hints as an HTML document."""
+    title = f"{escape(report.name)} on {escape(report.chip.name)}"
+    head = f"<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'><title>{title}</title></head>"
+    return f"{head}\n<body style='margin:16px'>\n{html_report(report, hints)}\n</body></html>\n"
+
+
+def html_report(report: SimReport, hints: Sequence[Hint] = ()) -> str:
     """The report as one self-contained block of HTML."""
     chip = report.chip
     parts = [
@@ -18,8 +27,12 @@ def html_report(report: SimReport) -> str:
         f"<p style='margin:2px 0;color:#555'>A model, not a measurement. {chip.cores} vector cores at "
         f"{chip.clock_mhz:.0f} MHz; plan: {escape(report.plan.describe())}; profile {escape(report.profile)}; "
         f"cache {report.cache}.</p>",
-        _table(report),
+        *(f"<p style='margin:2px 0;color:#555'>{escape(line)}</p>" for line in profile_lines(report)),
     ]
+    if hints:
+        items = "".join(f"<li>{escape(str(hint))}</li>" for hint in hints)
+        parts.append(f"<p style='margin:6px 0 0'><b>What to change</b></p><ol style='margin:2px 0 8px'>{items}</ol>")
+    parts.append(_table(report))
     for k in report.kernels:
         parts.append(f"<p style='margin:6px 0'><b>{escape(k.name)}</b>: {escape(speed_of_light(k))}</p>")
         parts.append(lanes_svg(k, chip.clock_mhz, max_us=_window(k.core_us)))
@@ -40,8 +53,14 @@ def _window(core_us: float) -> float:
 
 
 def _row(cells: list[str], tag: str = "td") -> str:
-    style = "text-align:right;padding:2px 8px"
-    return "<tr>" + "".join(f"<{tag} style='{style}'>{escape(c)}</{tag}>" for c in cells) + "</tr>"
+    style = "text-align:right;vertical-align:bottom;padding:2px 7px"
+    first = style.replace("right", "left", 1)
+    texts = [escape(c) for c in cells]
+    if tag == "th":  # the profiler's long names may break
+        texts = [t.replace("_", "_<wbr>").replace("(us)", "<wbr>(us)") for t in texts]
+    return (
+        "<tr>" + "".join(f"<{tag} style='{style if i else first}'>{t}</{tag}>" for i, t in enumerate(texts)) + "</tr>"
+    )
 
 
 def _table(report: SimReport) -> str:
@@ -54,7 +73,8 @@ def _table(report: SimReport) -> str:
             cells += [f"{k.busy_us[unit]:.2f}", f"{k.ratio(unit):.3f}"]
         cells += [f"{k.traffic.total / k.core_us / 1e3:.0f}", f"{k.traffic.l2_hit:.0%}", f"{k.fraction:.0%}"]
         rows.append(_row(cells))
-    return f"<table style='border-collapse:collapse'>{''.join(rows)}</table>"
+    style = "border-collapse:collapse;font-size:12px;max-width:900px"
+    return f"<table style='{style}'>{''.join(rows)}</table>"
 
 
 def _operations(report: SimReport, k: object) -> str:

@@ -198,7 +198,8 @@ class VecOp:
       out_shape, out_dtype: of the value it defines.
       reads: names of values and buffers read.
       axes: axes a reduction removes.
-      broadcast: "" or "minor" (an operand is constant along the last axis) or "major" (along leading axes).
+      broadcast: "", or how an operand is repeated: "minor" (constant along the last axis), "major" (along leading
+        axes), "scalar" (a single element).
       steps: primitive instructions it stands for, each over the whole shape.
       where: source line.
     """

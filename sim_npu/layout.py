@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sim_npu.arithmetic import Arithmetic
+from sim_npu.crosscore import arrival_order
 from sim_npu.evaluate import Evaluator
 from sim_npu.pallas_adapter import BlockMapping, KernelCall
 from sim_npu.precision import PrecisionPolicy
@@ -143,7 +144,7 @@ def layout(call: KernelCall, seed: int | None) -> tuple[Steps, list[Operand]]:
     while True:
         steps = Steps.of(call.grid, parallel)
         if seed is not None:
-            steps = Steps(steps.lanes, np.random.default_rng(seed).permutation(steps.turns))
+            steps = Steps(steps.lanes, steps.turns[arrival_order(len(steps.turns), seed)])
         operands = [_operand(b, t, steps, call.grid) for b, t in zip(call.blocks, tables)]
         outputs = operands[len(call.inputs) :]
         mixed = any(_mixed_axes(o) or (len(steps.lanes) > 1 and not o.lane_axes) for o in outputs)

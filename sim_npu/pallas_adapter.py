@@ -147,6 +147,7 @@ def contains(eqn: Any, primitive: str) -> bool:
 
 
 def _jaxprs(eqn: Any) -> Iterator[Any]:
+    """Open jaxprs among an equation's parameters: bodies of calls and loops, branches."""
     for value in eqn.params.values():
         for part in value if isinstance(value, tuple | list) else (value,):
             jaxpr = part if hasattr(part, "eqns") else getattr(part, "jaxpr", None)
@@ -179,7 +180,7 @@ def _kernel_equations(jaxpr: Any) -> Iterator[Any]:
             yield from _kernel_equations(inner.jaxpr)
         elif eqn.primitive.name == "shard_map":  # what one device runs
             yield from _kernel_equations(_closed(eqn.params["jaxpr"]).jaxpr)
-        elif any(True for part in _parts(eqn) for _ in _kernel_equations(part)):
+        elif any(True for part in _jaxprs(eqn) for _ in _kernel_equations(part)):
             raise UnsupportedKernel(
                 f"a kernel inside `{eqn.primitive.name}` at {source_line(eqn)}: simulate what it repeats or chooses by "
                 "itself, or the whole function with `sim_npu.simulate_step`, which counts turns."
@@ -344,8 +345,14 @@ def ref_index(eqn: Any) -> RefIndex:
     return RefIndex(_indexed_dims(eqn, transforms), value, mask)
 
 
-def masked_index(eqn: Any) -> tuple[RefIndex, Any]:
-    """The same for `masked_load`, `masked_swap` and `atomic_rmw`, with what masked-off elements of a load are.
+def masked_operands(eqn: Any) -> tuple[Any, Any, Any]:
+    """(stored value or None, mask or None, what masked-off elements are or None) of `masked_load` and its like."""
+    _, _, third, fourth = eqn.params["args_tree"].unflatten(eqn.invars)
+    return (None, third, fourth) if eqn.primitive.name == "masked_load" else (third, fourth, None)
+
+
+def masked_index(eqn: Any) -> RefIndex:
+    """`ref_index` of `masked_load`, `masked_swap` and `atomic_rmw`.
 
     Raises:
       UnsupportedKernel: for a chain of indexers, an index that is an array, or an atomic operation other than add.
@@ -353,10 +360,9 @@ def masked_index(eqn: Any) -> tuple[RefIndex, Any]:
     kind = eqn.params.get("atomic_type")
     if kind is not None and kind.name.lower() not in ("add", "fadd"):
         raise UnsupportedKernel(f"`atomic_rmw` at {source_line(eqn)}: only add has a rule, not {kind.name.lower()}.")
-    load = eqn.primitive.name == "masked_load"
-    _, transforms, third, fourth = eqn.params["args_tree"].unflatten(eqn.invars)
-    dims = _indexed_dims(eqn, transforms or ())
-    return (RefIndex(dims, None, third), fourth) if load else (RefIndex(dims, third, fourth), None)
+    transforms = eqn.params["args_tree"].unflatten(eqn.invars)[1]
+    value, mask, _ = masked_operands(eqn)
+    return RefIndex(_indexed_dims(eqn, transforms or ()), value, mask)
 
 
 def _indexed_dims(eqn: Any, transforms: Any) -> tuple[Any, ...]:
@@ -403,22 +409,6 @@ def source_line(eqn: Any) -> str:
 def is_literal(atom: Any) -> bool:
     """Whether a jaxpr operand is a constant written into the equation."""
     return isinstance(atom, jex.Literal)
-
-
-def masked_access(eqn: Any) -> tuple[Any, Any, Any]:
-    """(Ref, stored value or None, mask or None) of `masked_load`, `masked_swap` and `atomic_rmw`."""
-    ref, _, third, fourth = eqn.params["args_tree"].unflatten(eqn.invars)
-    if eqn.primitive.name == "masked_load":
-        return ref, None, third
-    return ref, third, fourth
-
-
-def _parts(eqn: Any) -> Iterator[Any]:
-    """Open jaxprs among an equation's parameters: bodies of loops, branches."""
-    for value in eqn.params.values():
-        for part in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
-                yield _closed(part).jaxpr
 
 
 def outside_kernels(jaxpr: Any, free: Collection[str]) -> list[str]:

@@ -119,7 +119,8 @@ def ub_svg(k: KernelResult, *, width: int = 900) -> str:
         parts.append(_text(x, top + height + 16, f"{tick:g}", anchor="middle", size=11))
     parts.append(_text(left + plot, top + height + 32, "KiB", anchor="end", size=11))
     x = left
-    for kind, color in KINDS.items():
+    present = {t.kind.removeprefix("queue ") for t in ub.tenants}
+    for kind, color in ((k, c) for k, c in KINDS.items() if k in present):
         parts += [_box(x, top + height + 24, 11, 11, color), _text(x + 16, top + height + 34, kind, size=11)]
         x += 22 + 7.5 * len(kind) + 14
     return _svg(width, top + height + 42, parts)
@@ -128,10 +129,10 @@ def ub_svg(k: KernelResult, *, width: int = 900) -> str:
 def roofline_svg(report: SimReport, *, width: int = 620, height: int = 380) -> str:
     """Element operations per second over operations per byte: the chip's roofs, and each kernel.
 
-    The flat roof is one float32 operation per lane and cycle on all cores; the slopes are HBM and L2.
+    The flat roof is every lane at work, as often as the chip issues, on all cores; the slopes are HBM and L2.
     """
     chip = report.chip
-    peak = chip.cores * chip.clock_mhz * 64 / 1e3  # Gop/s
+    peak = chip.cores * chip.clock_mhz * 64 * chip.vector_issue / 1e3  # Gop/s of float32
     points = []
     for k in report.kernels:
         lanes = sum(

@@ -1,30 +1,60 @@
 """Profiles: `ideal` is the model alone; `as_shipped` adds what shipped kernels were measured to lose against it.
 
-    as_shipped = launch + factor * (ideal time without launch)
+    as_shipped = launch + factor · (ideal time without launch) + per_mb · (bytes of all arrays once)
 
-Both numbers are fitted per chip, and per operator where it was measured, on the fit rows of `sim_npu.validate` only,
-by least absolute relative error. The form was chosen by leave-one-out error on the fit rows, among forms with terms
-per row, per element and per float32 element as well. `python -m sim_npu validate --refit` prints this table anew.
+Fitted per chip, and per operator where it was measured, on the fit rows of `sim_npu.validate` only, by least absolute
+relative error with non-negative terms. With factor 0 it is the naive formula, with factor 1 and per_mb 0 it is `ideal`;
+how strongly it is held to `ideal` is chosen by leave-one-out error on the same rows (`sim_npu.fitting`), by one rule
+for every chip and operator. `python -m sim_npu validate --refit` prints this table anew.
 """
 
 from __future__ import annotations
 
-from sim_npu.chips import ChipSpec
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-# (chip, operator) -> (launch in µs, factor); operator "" is all of a chip's measured operators together
-SHIPPED: dict[tuple[str, str], tuple[float, float]] = {
-    ("910b2", ""): (3.7237, 1.2336),
-    ("910b2", "rms_norm"): (3.4781, 1.3025),
-    ("910b2", "group_norm"): (6.0642, 0.6412),
-    ("950", ""): (0.2938, 1.0181),
-    ("950", "rms_norm"): (1.0718, 1.0125),
-    ("950", "group_norm"): (6.1695, 0.6176),
-    ("950", "batch_norm_grad_v3"): (3.0471, 0.2190),
+from sim_npu.chips import ChipSpec
+from sim_npu.result import KernelResult
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """Launch in µs, factor of the ideal time, µs per MB moved; `strength` of the prior they were fitted with."""
+
+    launch: float
+    factor: float
+    per_mb: float
+    strength: float
+
+    def us(self, core_us: float, moved: float) -> float:
+        """Device time from the ideal time without launch and the bytes of all arrays.
+
+        >>> Shipped(2.0, 1.0, 0.5, 0.0).us(10.0, 4e6)
+        14.0
+        """
+        return self.launch + self.factor * core_us + self.per_mb * moved / 1e6
+
+
+# (chip, operator); operator "" is all of a chip's measured operators together
+SHIPPED: dict[tuple[str, str], Shipped] = {
+    ("910b2", ""): Shipped(launch=2.892, factor=1.2184, per_mb=0.0463, strength=1.0),
+    ("910b2", "rms_norm"): Shipped(launch=2.8686, factor=1.2807, per_mb=0.0192, strength=3.0),
+    ("910b2", "group_norm"): Shipped(launch=3.0515, factor=0.7942, per_mb=0.0, strength=1.0),
+    ("950", ""): Shipped(launch=0.5444, factor=1.0113, per_mb=0.0, strength=0.3),
+    ("950", "rms_norm"): Shipped(launch=1.2759, factor=0.9795, per_mb=0.0, strength=100.0),
+    ("950", "group_norm"): Shipped(launch=1.3019, factor=0.9955, per_mb=0.0007, strength=100.0),
+    ("950", "batch_norm_grad_v3"): Shipped(launch=1.1248, factor=0.8297, per_mb=0.0, strength=10.0),
 }
 
 
-def shipped_us(profile: str, chip: ChipSpec, core_us: float) -> float:
-    """Device time under `as_shipped` or `as_shipped:operator`, from the ideal time without launch.
+def core_and_bytes(kernels: Sequence[KernelResult]) -> tuple[float, float]:
+    """(time without launches in µs, bytes of all arrays once) of some kernels, one after the other."""
+    moved = sum(k.traffic.unique_reads + k.traffic.unique_writes for k in kernels)
+    return sum(k.total_us - k.launch_us for k in kernels), float(moved)
+
+
+def shipped(profile: str, chip: ChipSpec) -> Shipped:
+    """The constants of `as_shipped` or `as_shipped:operator` on a chip.
 
     Raises:
       ValueError: if the chip, or the operator on it, was not measured.
@@ -33,5 +63,9 @@ def shipped_us(profile: str, chip: ChipSpec, core_us: float) -> float:
     if (chip.name, operator) not in SHIPPED:
         known = ", ".join(f"{c} {'as_shipped:' + o if o else 'as_shipped'}" for c, o in SHIPPED)
         raise ValueError(f"`profile` {profile!r} has no measurements on {chip.name}; there are: {known}. Use 'ideal'.")
-    launch, factor = SHIPPED[chip.name, operator]
-    return launch + factor * core_us
+    return SHIPPED[chip.name, operator]
+
+
+def shipped_us(profile: str, chip: ChipSpec, kernels: Sequence[KernelResult]) -> float:
+    """Device time under `as_shipped` or `as_shipped:operator`; raises as `shipped`."""
+    return shipped(profile, chip).us(*core_and_bytes(kernels))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from sim_npu.cost import OpRow
 from sim_npu.footprint import moves
+from sim_npu.profiles import core_and_bytes, shipped
 from sim_npu.result import KernelResult, SimReport
 
 UNITS = ("MTE2", "V", "MTE3")
@@ -20,6 +21,7 @@ def text_report(report: SimReport) -> str:
         f"{report.name} on {chip.name}: {report.total_us:.2f} us   (a model, not a measurement)",
         f"chip {chip.cores} vector cores, {chip.clock_mhz:.0f} MHz, {chip.ub_bytes / 1024:.0f} KiB UB; "
         f"plan: {report.plan.describe()}; profile {report.profile}; cache {report.cache}",
+        *profile_lines(report),
         "",
         *profiler_table(report),
     ]
@@ -27,6 +29,18 @@ def text_report(report: SimReport) -> str:
         lines += ["", *kernel_lines(kernel, report)]
     lines += ["", *source_lines(report)]
     return "\n".join(lines)
+
+
+def profile_lines(report: SimReport) -> list[str]:
+    """How the total follows from the kernels, where it is not their sum."""
+    if report.profile == "ideal":
+        return []
+    fit = shipped(report.profile, report.chip)
+    core, moved = core_and_bytes(report.kernels)
+    return [
+        f"as shipped: {report.total_us:.2f} us = {fit.launch:.2f} launch + {fit.factor:.2f} x {core:.2f} without "
+        f"launch + {fit.per_mb:.3f} x {moved / 1e6:.2f} MB; the kernels below are ideal"
+    ]
 
 
 def profiler_table(report: SimReport) -> list[str]:
@@ -135,6 +149,7 @@ def source_lines(report: SimReport) -> list[str]:
         "mte2_bytes_per_cycle",
         "mte2_head",
         "vec_head",
+        "vector_issue",
         "cycles_per_repeat",
         "launch_us",
         "setup_us",

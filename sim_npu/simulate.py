@@ -76,7 +76,7 @@ def simulate(
         kernels.append(simulate_program(program, spec, plan, cache, ub))
     total = sum(k.total_us for k in kernels)
     if profile != "ideal":
-        total = shipped_us(profile, spec, total - sum(k.launch_us for k in kernels))
+        total = shipped_us(profile, spec, kernels)
     return SimReport(name, spec, plan, profile, cache, tuple(kernels), total)
 
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from sim_npu.calibration import (
     Row,
     add_report,
-    fit_line,
     log_correlation,
     mean_error,
     model_rows,
     refit,
+    shipped_prior,
+    terms,
 )
+from sim_npu.fitting import choose_strength, fit_line, leave_one_out
 from sim_npu.measured import A2_ADD, B4_ADD, AddCase
 from sim_npu.profiles import SHIPPED
 
@@ -65,9 +69,8 @@ def operator_tables(rows: Sequence[Row]) -> list[str]:
     for chip, op in naive:
         mine = [r for r in rows if (r.case.chip, r.case.op) == (chip, op)]
         lines += ["", f"{op} on {chip}", _HEADER]
-        launch, factor = SHIPPED[chip, op]
         base, slope = naive[chip, op]
-        table = [(r, r.ideal, launch + factor * r.core, base + slope * r.bytes) for r in mine]
+        table = [(r, r.ideal, SHIPPED[chip, op].us(r.core, r.moved), base + slope * r.bytes) for r in mine]
         for r, ideal, shipped, simple in table:
             shape = "x".join(map(str, r.case.shape))
             cells = "  ".join(f"{t:8.2f} {t / r.case.us - 1:+5.0%}" for t in (ideal, shipped, simple))
@@ -109,21 +112,18 @@ def _verdict(chip: str, op: str, table: _Table) -> str:
     return f"{chip} {op}: held out {shipped:.1%}, {beats} the naive formula's {naive:.1%}, {small} 20 %"
 
 
-def leave_one_out(rows: Sequence[Row]) -> list[str]:
+def left_out(rows: Sequence[Row], *, fitted: bool) -> list[str]:
     """Error of each row under a fit to all others of its chip and operator, on average."""
-    lines = ["", "Leave-one-out over all rows, mean error: as_shipped, naive"]
+    which = "the fit rows" if fitted else "all rows"
+    lines = ["", f"Leave-one-out over {which}, mean error: as_shipped (strength of the prior), naive"]
     for chip, op in dict.fromkeys((r.case.chip, r.case.op) for r in rows):
-        mine = [r for r in rows if (r.case.chip, r.case.op) == (chip, op)]
-        means = []
-        for feature in ("core", "bytes"):
-            x = [getattr(r, feature) / (1e6 if feature == "bytes" else 1.0) for r in mine]
-            y = [r.case.us for r in mine]
-            guesses = []
-            for i in range(len(mine)):
-                a, b = fit_line(x[:i] + x[i + 1 :], y[:i] + y[i + 1 :])
-                guesses.append(a + b * x[i])
-            means.append(mean_error(guesses, y))
-        lines.append(f"{chip:<7} {op:<19} {means[0]:6.1%} {means[1]:6.1%}")
+        mine = [r for r in rows if (r.case.chip, r.case.op) == (chip, op) and (r.fitted or not fitted)]
+        x, y = terms(mine)
+        prior = shipped_prior(chip)
+        strength = choose_strength(x, y, prior)
+        shipped = leave_one_out(x, y, prior, strength)
+        naive = leave_one_out(np.array([[1.0, r.bytes / 1e6] for r in mine]), y)
+        lines.append(f"{chip:<7} {op:<19} {shipped:6.1%} ({strength:g}) {naive:6.1%}")
     return lines
 
 
@@ -131,7 +131,7 @@ def _correlations(rows: Sequence[Row]) -> list[str]:
     lines = []
     for chip in dict.fromkeys(r.case.chip for r in rows):
         held = [r for r in rows if r.case.chip == chip and not r.fitted]
-        shipped = [SHIPPED[chip, r.case.op][0] + SHIPPED[chip, r.case.op][1] * r.core for r in held]
+        shipped = [SHIPPED[chip, r.case.op].us(r.core, r.moved) for r in held]
         measured = [r.case.us for r in held]
         lines.append(
             f"{chip}, held-out rows of all operators: log-correlation of ideal "
@@ -148,14 +148,15 @@ def validation_text() -> str:
     lines += ["910B4 add samples", *add_table(B4_ADD, 0.15)]
     rows = model_rows()
     lines += operator_tables(rows)
-    lines += leave_one_out(rows)
+    lines += left_out(rows, fitted=True)
+    lines += left_out(rows, fitted=False)
     return "\n".join(lines)
 
 
 def refit_text() -> str:
     """The fitted table of `sim_npu.profiles`, computed anew."""
     table = refit(model_rows())
-    return "\n".join(f'    ("{c}", "{o}"): ({a:.4f}, {b:.4f}),' for (c, o), (a, b) in table.items())
+    return "\n".join(f'    ("{c}", "{o}"): {fit!r},' for (c, o), fit in table.items())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as pltriton
 
-from sim_npu import demos, grid
+from sim_npu import crosscore, demos, grid
 from sim_npu.emulation import emulate
 from sim_npu.pallas_adapter import UnsupportedKernel
 from sim_npu.plan import TilePlan
@@ -354,6 +354,14 @@ def test_atomic_adds_depend_on_the_order_of_arrival():
     np.testing.assert_array_equal(run(1), run(1))
     assert (run(1) != run(2)).any()
     np.testing.assert_allclose(run(1)[0], x.sum(0), atol=0.1)
+
+
+def test_atomic_adds_arrive_as_in_the_sums_across_cores():
+    x = normal(48, 16).astype(np.float32)
+
+    for seed in (0, 7):
+        emulated = emulate(atomic_sum, x, precision=dataclasses.replace(PRESETS["fp32"], arrival_seed=seed))
+        np.testing.assert_array_equal(np.asarray(emulated)[0], crosscore.atomic_sum(x, seed=seed))
 
 
 def test_an_unknown_primitive_is_named_with_its_line():

@@ -18,7 +18,8 @@ def test_report_prints_time_and_hints_and_writes_files(capsys, tmp_path):
     out = capsys.readouterr().out
     assert code == 0 and "rms_norm on 910b2" in out and "queue depth 2 hides" in out
     assert [r["Op Name"] for r in csv.DictReader((tmp_path / "a.csv").open())] == ["rms_norm"]
-    assert (tmp_path / "a.html").read_text().startswith("<div")
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert page.startswith("<!DOCTYPE html>") and "queue depth 2 hides" in page and "utf-8" in page
 
 
 def test_plans_are_printed_fastest_first(capsys):

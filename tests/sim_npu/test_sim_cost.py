@@ -1,5 +1,7 @@
 """Cycles of vector instructions against hand counts."""
 
+import dataclasses
+
 import pytest
 
 from sim_npu import get_chip
@@ -63,7 +65,7 @@ def test_bf16_arithmetic_is_widened_where_the_chip_has_none():
     operation = op("arith", (4096,), "bfloat16")
     a2, a5 = op_cost(operation, CHIP), op_cost(operation, get_chip("950"))
 
-    assert a5.busy == 32 and a5.instructions == 1
+    assert a5.busy == 32 / 2 and a5.instructions == 1  # 950 issues two a cycle
     assert a2.busy == 32 + 3 * 64 and a2.instructions == 4  # two operands and the result are converted
 
 
@@ -72,6 +74,21 @@ def test_operands_in_one_bank_group_cost_every_repeat_twice(second, conflict):
     tenants = (Tenant("x", "in", 16384, 1, 0), Tenant("y", "in", 16384, 1, second))
 
     assert op_cost(op("arith", (4096,)), CHIP, UbMap(196608, tenants, {})).conflict == conflict
+
+
+@pytest.mark.parametrize(("broadcast", "conflict"), [("", 64), ("major", 64), ("scalar", 0), ("minor", 0)])
+def test_an_operand_that_stays_in_place_does_not_collide(broadcast, conflict):
+    tenants = (Tenant("x", "in", 16384, 1, 0), Tenant("y", "in", 16384, 1, 512))
+    add = dataclasses.replace(op("arith", (4096,)), broadcast=broadcast)
+
+    assert op_cost(add, CHIP, UbMap(196608, tenants, {})).conflict == conflict
+    assert op_cost(add, get_chip("950"), UbMap(196608, tenants, {})).conflict == 0  # operands in registers
+
+
+def test_a_single_element_does_not_unpack_a_tile():
+    packed, scalar = (op_cost(dataclasses.replace(op("arith", (16, 64)), broadcast=b), CHIP) for b in ("", "scalar"))
+
+    assert scalar == packed and (scalar.instructions, scalar.repeats) == (1, 16)
 
 
 def test_loops_multiply_and_only_the_branch_taken_costs():

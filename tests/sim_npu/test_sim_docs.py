@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from sim_npu.measured import A2_ADD, B4_ADD
+from sim_npu.profiles import SHIPPED
 from sim_npu.validate import add_table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -27,6 +28,14 @@ def test_the_validation_page_holds_todays_pipe_tables(cases, limit):
     page = (DOCS / "simulator_validation.md").read_text()
 
     assert "\n".join(add_table(cases, limit)) in page
+
+
+def test_the_validation_page_holds_todays_profile_constants():
+    page = (DOCS / "simulator_validation.md").read_text()
+
+    for (chip, op), fit in SHIPPED.items():
+        row = f"| {chip} | {op or 'all'} | {fit.launch:.2f} | {fit.factor:.2f} | {fit.per_mb:.3f} | {fit.strength:g} |"
+        assert row in page
 
 
 def test_the_validation_page_gives_command_and_date():

@@ -39,7 +39,7 @@ def test_shares_of_operations_add_up_to_the_vector_time(report):
 
 
 class _Balanced(HTMLParser):
-    void = {"br", "hr", "img"}
+    void = {"br", "hr", "img", "wbr"}
 
     def __init__(self):
         super().__init__()
