@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 
 import jax.numpy as jnp
@@ -84,6 +85,33 @@ def parameter(p: Array | None, name: str, x: Array, feature_axes: tuple[int, ...
         f"`{name}` must have shape {features} (x's shape {x.shape} along axes {feature_axes}), or x's rank and "
         f"broadcast to it; got {p.shape}."
     )
+
+
+def feature(p: Array, name: str, x: Array, feature_axes: tuple[int, ...]) -> Array:
+    """`p`, of the feature shape, in x's rank.
+
+    Raises:
+      ValueError: for any other shape.
+    """
+    p = array(p, name)
+    shape = tuple(x.shape[a] for a in feature_axes)
+    if p.shape != shape:
+        raise ValueError(f"`{name}` must have shape {shape} (x's shape {x.shape} along {feature_axes}); got {p.shape}.")
+    return p.reshape([x.shape[a] if a in feature_axes else 1 for a in range(x.ndim)])
+
+
+def integer(n, name: str) -> int | None:
+    """`n` as a Python integer, NumPy's included; None stays None.
+
+    Raises:
+      ValueError: if it is no integer.
+    """
+    if n is None:
+        return None
+    try:
+        return operator.index(n)
+    except TypeError:
+        raise ValueError(f"`{name}` must be an integer; got {n!r}.") from None
 
 
 def mask(where: Array | None, x: Array, name: str = "where") -> Array | None:

@@ -36,12 +36,15 @@ def batch_normalized(
     check.one_of(running, ("merged", "group_mean"), "running")
     reduced = tuple(a for a in range(x.ndim) if a not in channels)
     where = check.mask(where, x)
-    shift = None if shift is None else wide_or_none(check.parameter(shift, "shift", x, channels))
+    shift = None if shift is None else check.feature(shift, "shift", x, channels)
+    check.one_of(on_single, ("raise", "zero"), "on_single")
+    virtual_batch_size = check.integer(virtual_batch_size, "virtual_batch_size")
     names, groups = check.names(axis_name), check.groups(axis_index_groups)
     scope, splits = _scope(x, channels, names, groups, virtual_batch_size, ragged, method)
     rows = math.prod(x.shape[a] for a in reduced)
     if splits > 1:
-        rows = rows // x.shape[0] * virtual_batch_size  # type: ignore[operator]
+        last = x.shape[0] % virtual_batch_size  # type: ignore[operator]
+        rows = rows // x.shape[0] * (last or virtual_batch_size)  # type: ignore[operator]
     if where is None:
         sharing = len(scope.groups[0]) if scope.groups else axis_size(scope.names)
         check.more_than_one(rows * sharing, on_single, f"{operator} of x with shape {x.shape}")
@@ -86,11 +89,13 @@ def _scope(x, channels, names, groups, virtual, ragged, method) -> tuple[Scope, 
         return Scope(names=names, groups=groups, method=method), 1
     if groups is not None:
         raise ValueError("`axis_index_groups` and `virtual_batch_size` both say who shares statistics: give one.")
-    if not isinstance(virtual, int) or virtual < 1:
+    if virtual < 1:
         raise ValueError(f"`virtual_batch_size` must be a positive number of rows; got {virtual!r}.")
     if x.ndim == 0 or 0 in channels:
         raise ValueError(f"`virtual_batch_size` counts rows of axis 0, which is a channel axis of x, shape {x.shape}.")
     rows, devices = x.shape[0], axis_size(names)
+    if rows == 0:
+        return Scope(total_names=names, method=method), 1
     if virtual < rows and (rows % virtual == 0 or ragged):
         return Scope(total_names=names, total_axes=(0,), method=method), -(-rows // virtual)
     if virtual == rows:

@@ -241,7 +241,7 @@ def _through_activation(plan, dy, s, own, rstd, scale, bias, behind, where) -> D
     """The cotangent of z = normalize(s) + behind, from that of activation(z); z is formed again from what was kept."""
     mean, low, rstd = by_channel(plan.config, s, own, rstd)
     weight = effective(scale, plan.config.scale_offset)
-    parameters = folded(rstd, weight, wide_or_none(bias))
+    parameters = folded(rstd, weight, wide_or_none(bias), where)
 
     def pulled(one, dy, s, mean, low, rstd, weight, bias, behind, where):
         z = xla.mapped(s, mean, low, rstd, weight, bias, where)

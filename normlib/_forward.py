@@ -63,7 +63,7 @@ def apply(config, x, own, rstd, scale, bias, where):
     mean, low, rstd = by_channel(config, x, own, rstd)
     scale, bias = effective(scale, config.scale_offset), wide_or_none(bias)
     options = {"where": where, "dtype": config.out_dtype, "batch_invariant": config.batch_invariant}
-    return config.passes.apply(x, mean, low, *folded(rstd, scale, bias), **options)
+    return config.passes.apply(x, mean, low, *folded(rstd, scale, bias, where), **options)
 
 
 def by_channel(config, x, own, rstd):
@@ -79,9 +79,12 @@ def effective(scale, offset):
     return scale + offset if scale is not None and offset else scale
 
 
-def folded(rstd, scale, bias):
-    """A scale that is constant along the reduced axes becomes part of the (tiny) rstd."""
-    if scale is not None and constant_along(scale.shape, rstd.shape):
+def folded(rstd, scale, bias, where=None):
+    """A scale that is constant along the reduced axes becomes part of the (tiny) rstd.
+
+    Not beside a mask: an rstd of 0 then says that nothing was measured, which a scale of 0 must not.
+    """
+    if where is None and scale is not None and constant_along(scale.shape, rstd.shape):
         return rstd * scale, None, bias
     return rstd, scale, bias
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import NamedTuple
 
 from jaxtyping import Array
@@ -34,11 +35,12 @@ def grouped(
             + ("; give them when the channels are axis 0." if reduction_axes is None else ".")
         )
     channels = x.shape[channel]
-    if not isinstance(num_groups, int) or num_groups < 1 or channels % num_groups:
+    number = operator.index(num_groups) if hasattr(num_groups, "__index__") else 0
+    if number < 1 or channels % number:
         raise ValueError(f"`num_groups` must divide the {channels} channels of x (axis {channel}); got {num_groups}.")
     return per_sample(
-        x, (channel,), tuple(a for a in reduced if a != channel), channels // num_groups,
-        {"channels": num_groups, "channel_axis": channel}, axis_name=axis_name, axis_index_groups=axis_index_groups,
+        x, (channel,), tuple(a for a in reduced if a != channel), channels // number,
+        {"channels": number, "channel_axis": channel}, axis_name=axis_name, axis_index_groups=axis_index_groups,
         method=method,
     )  # fmt: skip
 

@@ -23,8 +23,8 @@ from normlib import passes
 from normlib._forward import Config, effective, folded, forward, wide_or_none
 from normlib._rules import both, reverse
 from normlib.moments import Moments
-from normlib.precision import output_dtype, wide
-from normlib.scope import LOCAL, Scope, vary_typed
+from normlib.precision import output_dtype, wide, wide_dtype
+from normlib.scope import LOCAL, Scope, cast, vary_typed
 
 RULES: dict[str, Callable] = {"reverse": reverse, "both": both, "autodiff": forward}
 RESCALE_ABOVE = 2.0**40  # squares of float32 overflow at 2**64; ordinary rows keep a factor of exactly 1
@@ -109,9 +109,14 @@ def normalize(
     )  # fmt: skip
     x = x.astype(output_dtype(x.dtype))
     room = jnp.asarray(eps, wide(x).real.dtype)
-    factor = _power_of_two(x, config) if rescale else None
+    if shift is not None:
+        shift = cast(shift, wide_dtype(x.dtype))
+    factor = _power_of_two(x, where, config) if rescale else None
     if factor is not None:
-        dtype, x, room = x.dtype, wide(x) * factor, room * jnp.square(factor)
+        by_entry = scope.expand(factor, x.shape[scope.channel_axis]) if x.ndim else factor
+        dtype, x = x.dtype, wide(x) * by_entry
+        # not below the smallest normal number, or a constant row would be divided by 0
+        room = jnp.maximum(room * jnp.square(factor), jnp.where(room > 0, jnp.finfo(room.dtype).tiny, 0))
         shift = None if shift is None else shift * factor
     run = RULES["autodiff" if jnp.iscomplexobj(x) else rule]
     y, own, total = run(config, x, scale, bias, where, shift, room)
@@ -139,16 +144,20 @@ def affine(
     return passes.xla.apply(x, mean, low, *parameters)
 
 
-def _power_of_two(x: Array, config: Config) -> Array:
-    """A power of two by which x can be multiplied without overflow of its squares; 1 for ordinary values."""
+def _power_of_two(x: Array, where: Array | None, config: Config) -> Array:
+    """A power of two by which what shares statistics can be multiplied without overflow of its squares.
+
+    One per set of statistics, by group of channels; 1 for ordinary values. Only measured, finite entries count.
+    """
     scope = config.scope
-    size = jnp.where(jnp.isfinite(x), jnp.abs(x), 0) if not jnp.iscomplexobj(x) else jnp.abs(x)
+    size = jnp.abs(lax.stop_gradient(x))
+    size = jnp.where(jnp.isfinite(size) if where is None else jnp.isfinite(size) & where, size, 0)
     largest = wide(jnp.max(size, config.axes, keepdims=True, initial=0))
-    if scope.channels is not None or scope.names or scope.total_axes:
-        # everything that shares statistics must share the factor
-        largest = jnp.max(largest, keepdims=True)
-        largest = lax.pmax(vary_typed(largest, scope.all_names), scope.all_names) if scope.all_names else largest
-    _, exponent = jnp.frexp(lax.stop_gradient(largest))
+    largest = scope.max_channels(largest)
+    largest = jnp.max(largest, scope.total_axes, keepdims=True) if scope.total_axes else largest
+    if scope.all_names:
+        largest = lax.stop_gradient(lax.pmax(vary_typed(largest, scope.all_names), scope.all_names))
+    _, exponent = jnp.frexp(largest)
     return jnp.where(largest > RESCALE_ABOVE, jnp.ldexp(jnp.ones_like(largest), -exponent), 1)
 
 

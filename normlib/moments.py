@@ -41,7 +41,7 @@ class Moments(NamedTuple):
     @property
     def var(self) -> Array:
         """Biased variance m2 / count, 0 where count is 0."""
-        return self.m2 / positive(self.count, self.m2.dtype)
+        return divided(self.m2, self.count)
 
     @property
     def unbiased_var(self) -> Array:
@@ -66,7 +66,7 @@ class Moments(NamedTuple):
         axes = tuple(a % x.ndim for a in axes)
         count = count_entries(x.shape, axes, where)
         s1, _ = _sums(x, None, axes, where)
-        pilot = lax.stop_gradient(s1 / positive(count, s1.dtype))
+        pilot = lax.stop_gradient(divided(s1, count))
         s1, s2 = _sums(x, pilot, axes, where)
         return jax.tree.map(lambda t: jnp.squeeze(jnp.broadcast_to(t, s1.shape), axes), about(pilot, count, s1, s2))
 
@@ -105,9 +105,8 @@ class Moments(NamedTuple):
         return n * d, self.m2 + n * abs_squared(d)
 
     def _merge_about(self, k: Array, axis) -> Moments:
-        s1, s2 = self.sums_about(k)
-        total = [jnp.sum(t, axis, keepdims=True) for t in (self.count, s1, s2)]
-        return about(k, *total)
+        total = [jnp.sum(t, axis, keepdims=True) for t in self.sums_about(k)]
+        return about(k, jnp.sum(self.count, axis, keepdims=True, dtype=jnp.int32), *total)
 
 
 def positive(count: Array, dtype) -> Array:
@@ -122,6 +121,16 @@ def reciprocal_root(v: Array) -> Array:
     each correctly rounded.
     """
     return 1 / lax.optimization_barrier(jnp.sqrt(v))
+
+
+def divided(t: Array, count: Array) -> Array:
+    """t / max(count, 1), correctly rounded whatever the shape.
+
+    XLA on CPU makes a product with the reciprocal of a divisor that is broadcast, for some shapes and not for others:
+    behind the barrier it is an array like t.
+    """
+    n = lax.optimization_barrier(jnp.broadcast_to(positive(count, t.real.dtype), t.shape))
+    return t / n
 
 
 def abs_squared(x: Array) -> Array:
@@ -141,13 +150,14 @@ def about(k: Array | float, count: Array, s1: Array | None, s2: Array) -> Moment
     if s1 is None:
         zero = jnp.zeros_like(s2)
         return Moments(jnp.broadcast_to(count, s2.shape), zero, zero, s2)
-    n = positive(count, s2.dtype)
-    d = s1 / n
+    d = lax.optimization_barrier(divided(s1, count))
     filled = count > 0
     mean, low = two_sum(jnp.broadcast_to(jnp.asarray(k, d.dtype), d.shape), d)
     # where, not a multiplication: k of an empty set may be anything, and NaN * 0 is NaN
     mean, low = jnp.where(filled, mean, 0), lax.stop_gradient(jnp.where(filled, low, 0))
-    m2 = jnp.where(filled, jnp.maximum(s2 - (s1 * d.conj()).real if jnp.iscomplexobj(d) else s2 - s1 * d, 0), 0)
+    # rounded before it is subtracted: fused, for some shapes only, it would change the bits of a row with its neighbours
+    taken = lax.optimization_barrier((s1 * d.conj()).real if jnp.iscomplexobj(d) else s1 * d)
+    m2 = jnp.where(filled, jnp.maximum(s2 - taken, 0), 0)
     return Moments(jnp.broadcast_to(count, m2.shape), mean, low, m2)
 
 
@@ -160,7 +170,7 @@ def count_entries(shape: tuple[int, ...], axes: tuple[int, ...], where: Array | 
     n = 1
     for axis in axes:
         n *= shape[axis]
-    if n >= 2**31:
+    if isinstance(n, int) and n >= 2**31:  # symbolic sizes of an export are not known yet
         raise ValueError(f"a set of {n} entries over axes {axes} of {shape} is too large: the count is an int32.")
     if where is None:
         return jnp.full((1,) * len(shape), n, jnp.int32)

@@ -20,7 +20,7 @@ def update_running(
 ) -> tuple[Array, Array]:
     """Move running statistics towards those of a batch.
 
-        new = old + weight * (batch - old),   weight = 1 - momentum
+        new = momentum * old + (1 - momentum) * batch
 
     Args:
       mean: `[C]`, running mean.
@@ -48,13 +48,16 @@ def update_running(
     if isinstance(momentum, int | float) and not 0 <= momentum <= 1:
         raise ValueError(f"`momentum` is the weight of the old value and must lie in [0, 1]; got {momentum}.")
     batch_mean, batch_var = moments.mean, moments.unbiased_var if unbiased else moments.var
-    share = 1 - momentum if weight is None else weight
+    if mean.shape != batch_mean.shape or var.shape != batch_var.shape:
+        raise ValueError(f"`mean` {mean.shape} and `var` {var.shape} must have the moments' shape {batch_mean.shape}.")
+    keep, share = (momentum, 1 - momentum) if weight is None else (1 - weight, weight)
     take = moments.count > 0
     if skip_nonfinite:
         take &= jnp.isfinite(batch_mean) & jnp.isfinite(batch_var)
 
     def moved(old, batch):
-        new = old + share * (batch - old)
+        # not old + share * (batch - old): a variance far below the old one would be lost where its weight is 1
+        new = keep * old + share * batch
         return jnp.where(take, new, old).astype(old.dtype)
 
     return moved(mean, batch_mean), moved(var, batch_var)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from normlib._varying import is_typed, vary
-from normlib.moments import Moments, about, positive
+from normlib._varying import is_typed, vary, varying
+from normlib.moments import Moments, about, abs_squared, positive
 
 METHODS = ("auto", "gather", "two_phase", "shifted", "adaptive", "fast")
 WORD = 4096  # counts travel as two float32 words, n = high * WORD + low: exact far beyond 2**24
@@ -134,7 +134,7 @@ class Scope:
             own = self._pool_two_phase(reduce, sums)
         else:
             own = self._merge_channels(local())
-        return own, self._total_of(own, shift) if self.has_total else own
+        return own, self._total_of(own) if self.has_total else own
 
     def _method(self, shift) -> str:
         if self.method == "shifted" and shift is None:
@@ -146,17 +146,20 @@ class Scope:
         return "two_phase" if shift is None else "adaptive"
 
     def _reducer(self, count, counted):
-        """(s1 or None, s2 or None) -> (count, s1, s2) summed over channel groups and devices in one collective."""
+        """(s1 or None, s2 or None, scalars) -> (count, s1, s2, *scalars) summed over channel groups and devices.
 
-        def reduce(s1, s2):
+        In one collective, the scalars (of any number) included.
+        """
+
+        def reduce(s1, s2, scalars=()):
             n = self.sum_channels(jnp.broadcast_to(count, (s1 if s2 is None else s2).shape))
             words = [self.sum_channels(s) for s in (s1, s2) if s is not None]
             if self.names and counted:
-                n, *words = unpack_counts(psum_packed([*pack_counts(n), *words], self.names))
+                n, *words = unpack_counts(psum_packed([*pack_counts(n), *words], self.names, scalars))
             elif self.names:
-                n, words = n * axis_size(self.names), psum_packed(words, self.names)
+                n, words = n * axis_size(self.names), psum_packed(words, self.names, scalars)
             left = iter(words)
-            return n, *(None if s is None else next(left) for s in (s1, s2))
+            return n, *(None if s is None else next(left) for s in (s1, s2)), *left
 
         return reduce
 
@@ -167,17 +170,23 @@ class Scope:
 
     def _pool_shifted(self, reduce, sums, shift, method, eps) -> Moments:
         if shift is None or method == "fast":
-            k, total = jnp.zeros(()), reduce(*sums(None))
+            k, common = jnp.zeros(()), jnp.asarray(True)
+            guess = about(k, *reduce(*sums(None)))
         else:
             k = lax.stop_gradient(jnp.where(jnp.isfinite(shift), shift, 0))
-            total = reduce(*sums(k))
-        guess = about(k, *total)
+            if set(self.names) & varying(k):
+                # sums about different shifts do not add up, and their result could not be typed as one value
+                return self._pool_two_phase(reduce, sums)
+            # where nothing is typed devices may still hold different shifts: a fingerprint travels with the sums
+            prints = fingerprint(k) if self.names and not is_typed(self.names) else []
+            n, s1, s2, *prints = reduce(*sums(k), prints)
+            guess, common = about(k, n, s1, s2), all_equal(prints, axis_size(self.names))
         if method != "adaptive":
             return guess
         # Negated, so that a NaN asks for the redo, and a variance of inf does too (both sides would be inf); eps keeps
         # dead channels with a lagging shift from asking.
-        near = jnp.square(guess.mean - k) <= self.tau**2 * (guess.var + eps)
-        far = ~(near & jnp.isfinite(guess.var))
+        near = abs_squared(guess.mean - k) <= self.tau**2 * (guess.var + eps)
+        far = ~(near & jnp.isfinite(guess.var) & common)
         return lax.cond(jnp.any(far), lambda: self._pool_two_phase(reduce, sums), lambda: guess)
 
     def _pool_gathered(self, mine: Moments) -> tuple[Moments, Moments]:
@@ -186,12 +195,12 @@ class Scope:
         table = self._gather(mine, names, None if whole else self.groups)
         if self.groups is None or not whole:
             own = table.merge_axis(0)
-            return own, self._total_of(own, None) if self.has_total else own
+            return own, self._total_of(own) if self.has_total else own
         own = jax.tree.map(lambda t: t[self._members()], table).merge_axis(0)
         total = table.merge_axis(0)
         return own, total.merge_axis(self.total_axes, keepdims=True) if self.total_axes else total
 
-    def _total_of(self, own: Moments, shift) -> Moments:
+    def _total_of(self, own: Moments) -> Moments:
         """The moments of the whole scope, when only y's own part of it has been pooled."""
         if self.total_axes:
             own = own.merge_axis(self.total_axes, keepdims=True)
@@ -200,15 +209,13 @@ class Scope:
             return own
         if self.groups is None and axis_size(names) <= self.gather_limit:
             return self._gather(own, names, None).merge_axis(0)
+        # about their own mean, in two phases: a guess might be far off, and nothing here could redo it
         # every member of a group holds the group's moments: count each group once, through its first member
         weight = 1 if self.groups is None else jnp.isin(lax.axis_index(names), jnp.array([g[0] for g in self.groups]))
         own = own._replace(count=own.count * weight, m2=own.m2 * weight)
-        if shift is None:
-            raw, _ = own.sums_about(jnp.zeros_like(own.mean))
-            n, s1 = unpack_counts(psum_packed([*pack_counts(own.count), raw], names))
-            shift = s1 / positive(n, s1.dtype)
-        k = lax.stop_gradient(jnp.where(jnp.isfinite(shift), shift, 0))
-        k = jnp.broadcast_to(k, own.mean.shape)
+        raw, _ = own.sums_about(jnp.zeros_like(own.mean))
+        n, s1 = unpack_counts(psum_packed([*pack_counts(own.count), raw], names))
+        k = jnp.broadcast_to(lax.stop_gradient(s1 / positive(n, s1.real.dtype)), own.mean.shape)
         return about(k, *unpack_counts(psum_packed([*pack_counts(own.count), *own.sums_about(k)], names)))
 
     def _gather(self, mine: Moments, names, groups) -> Moments:
@@ -243,6 +250,12 @@ class Scope:
     def sum_channels(self, t: Array) -> Array:
         """Sum over the channels of each group: [..., C, ...] -> [..., G, ...]."""
         return t if self.channels is None else jnp.sum(self._split_channels(t), self._within)
+
+    def max_channels(self, t: Array) -> Array:
+        """Largest over the channels of each group: [..., C, ...] -> [..., G, ...]."""
+        if self.channels is None:
+            return t
+        return jnp.max(self._split_channels(t), self._within, initial=0)
 
     def expand(self, t: Array, channels: int) -> Array:
         """[..., G, ...] -> [..., C, ...]: each channel its group's value; the identity without channel groups."""
@@ -315,10 +328,42 @@ def vary_typed(x: Array, names) -> Array:
     return vary(x, names) if is_typed(names) else x
 
 
-def psum_packed(words: list[Array], names: tuple[str, ...]) -> list[Array]:
-    """Sum each of `words` (tiny arrays of one common shape) over `names` with a single all-reduce."""
-    summed = lax.psum(vary_typed(stack(words), names), names)
-    return [cast(summed[i], w.dtype) for i, w in enumerate(words)]
+def psum_packed(words: list[Array], names: tuple[str, ...], scalars: Sequence[Array] = ()) -> list[Array]:
+    """Sum each of `words` (tiny arrays of one common shape), and `scalars`, over `names` with a single all-reduce."""
+    packed = stack(words)
+    if not scalars:
+        summed = lax.psum(vary_typed(packed, names), names)
+        return [cast(summed[i], w.dtype) for i, w in enumerate(words)]
+    flat = jnp.concatenate([packed.ravel(), jnp.stack(scalars).astype(packed.dtype)])
+    total = lax.psum(vary_typed(flat, names), names)
+    summed = total[: packed.size].reshape(packed.shape)
+    return [*(cast(summed[i], w.dtype) for i, w in enumerate(words)), *total[packed.size :].real]
+
+
+def fingerprint(k: Array) -> list[Array]:
+    """Words w of a hash of `k`'s bits (any shape), and w**2: from their sums `all_equal` tells if devices agree.
+
+    Six bits a word keep the sums exact in float32 for up to 4,096 devices; two different shifts are taken for equal
+    once in 2**32.
+    """
+    parts = jnp.stack([k.real, k.imag]) if jnp.iscomplexobj(k) else k
+    bits = lax.bitcast_convert_type(parts, jnp.uint32).ravel()
+    odd = 2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1
+    mixed = (bits ^ (bits >> 15)) * (odd * jnp.uint32(2654435761))
+    digest = jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)
+    words = [((digest >> at) & 63).astype(jnp.float32) for at in range(0, 32, 6)]
+    return words + [w * w for w in words]
+
+
+def all_equal(prints: list[Array], devices: int) -> Array:
+    """True, on every device alike, if the summed `fingerprint`s are of equal shifts: sum(w**2) = P * mean(w)**2."""
+    half = len(prints) // 2
+    same = jnp.asarray(True)
+    for w, square in zip(prints[:half], prints[half:]):
+        total = w.astype(jnp.int32)
+        each = total // devices
+        same &= (each * devices == total) & (square.astype(jnp.int32) == each * each * devices)
+    return same
 
 
 def gather(packed: Array, names: tuple[str, ...], groups=None) -> Array:

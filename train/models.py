@@ -99,6 +99,7 @@ class NormChoice:
         return norm.BatchNorm(
             use_running_average=not train,
             momentum=self.momentum,
+            skip_nonfinite_update=True,  # one bad batch must not end in the running statistics
             axis_name=self.axis_name if span is not None and span > seen else None,
             virtual_batch_size=span if span not in (seen, total) else None,
         )

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array
 
 from normlib._varying import varying
-from normlib.moments import Moments, about, abs_squared, count_entries, positive
+from normlib.moments import Moments, about, abs_squared, count_entries, divided
 from normlib.precision import wide
 
 
@@ -79,7 +79,7 @@ def moments(x, *, axes, where, batch_invariant=False):
     """See `normlib.passes.Pass.moments`; x of any shape. Two passes, corrected: 1e-7 at mean / sigma 1e5."""
     count = count_entries(x.shape, axes, where)
     s1, _ = sums(x, None, axes=axes, where=where, batch_invariant=batch_invariant)
-    pilot = lax.stop_gradient(s1 / positive(count, s1.real.dtype))
+    pilot = lax.stop_gradient(divided(s1, count))
     s1, s2 = sums(x, pilot, axes=axes, where=where, batch_invariant=batch_invariant)
     return Moments(*about(pilot, count, s1, s2))
 
