@@ -155,7 +155,7 @@ def about(k: Array | float, count: Array, s1: Array | None, s2: Array) -> Moment
     mean, low = two_sum(jnp.broadcast_to(jnp.asarray(k, d.dtype), d.shape), d)
     # where, not a multiplication: k of an empty set may be anything, and NaN * 0 is NaN
     mean, low = jnp.where(filled, mean, 0), lax.stop_gradient(jnp.where(filled, low, 0))
-    # rounded before it is subtracted: fused, for some shapes only, it would change the bits of a row with its neighbours
+    # rounded before it is subtracted: fused, as it is for some shapes only, it would change a row with its neighbours
     taken = lax.optimization_barrier((s1 * d.conj()).real if jnp.iscomplexobj(d) else s1 * d)
     m2 = jnp.where(filled, jnp.maximum(s2 - taken, 0), 0)
     return Moments(jnp.broadcast_to(count, m2.shape), mean, low, m2)
