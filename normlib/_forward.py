@@ -32,6 +32,7 @@ class Config:
 
 
 def forward(config, x, scale, bias, where, shift, eps):
+    """(y, moments of y, moments of the whole scope); x of any shape, the rest broadcastable to it."""
     own, total = pooled(config, x, where, shift, eps)
     rstd = own.rstd(eps)
     y = apply(config, x, own, rstd, scale, bias, where)
@@ -39,6 +40,7 @@ def forward(config, x, scale, bias, where, shift, eps):
 
 
 def pooled(config, x, where, shift, eps) -> tuple[Moments, Moments]:
+    """(moments of y, moments of the whole scope) of x, any shape; reduced axes of size 1."""
     backend, scope, axes = config.passes, config.scope, config.axes
     options = {"axes": axes, "where": where, "batch_invariant": config.batch_invariant}
 
@@ -60,6 +62,7 @@ def pooled(config, x, where, shift, eps) -> tuple[Moments, Moments]:
 
 
 def apply(config, x, own, rstd, scale, bias, where):
+    """y of x, any shape, with given moments and rstd; rounded once."""
     mean, low, rstd = by_channel(config, x, own, rstd)
     scale, bias = effective(scale, config.scale_offset), wide_or_none(bias)
     options = {"where": where, "dtype": config.out_dtype, "batch_invariant": config.batch_invariant}
@@ -75,6 +78,7 @@ def by_channel(config, x, own, rstd):
 
 
 def effective(scale, offset):
+    """scale + offset in the dtype of statistics, any shape; None where there is no scale."""
     scale = wide_or_none(scale)
     return scale + offset if scale is not None and offset else scale
 
@@ -90,6 +94,7 @@ def folded(rstd, scale, bias, where=None):
 
 
 def constant_along(shape, tiny) -> bool:
+    """True if a parameter of `shape` [..., 1 or n] is constant along the axes that the statistics `tiny` reduce."""
     return all(s == 1 or s == t for s, t in zip(shape, tiny))
 
 

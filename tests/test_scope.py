@@ -301,104 +301,6 @@ def test_vmap_with_an_axis_name_synchronises():  # CASES: J38
     np.testing.assert_allclose(jax.jit(only)(x.reshape(2, 2, 4, SPACE, C)), ref.mean[0, 0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("axes", ["outer", "inner", "both"])
-def test_axes_of_a_two_dimensional_mesh(axes):
-    x, scale, bias, dy = batch()
-    grid = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    names = {"outer": "a", "inner": "b", "both": ("a", "b")}[axes]
-
-    def run(x, scale, dy):
-        def loss(x, scale):
-            return (nl.batch_norm(x, scale, bias, axis_name=names).y * dy).sum()
-
-        return jax.grad(loss, (0, 1))(x, scale)
-
-    f = jax.shard_map(run, mesh=grid, in_specs=(P(("a", "b")), P(), P(("a", "b"))), out_specs=(P(("a", "b")), P()))
-    dx, dscale = jax.jit(f)(x, scale, dy)
-    groups = {"outer": [[0, 2], [1, 3]], "inner": [[0, 1], [2, 3]], "both": [[0, 1, 2, 3]]}[axes]
-    terms = np.zeros(x.shape)
-    for rows in group_rows(groups):
-        ref = OP.reference(x[rows], scale, bias, dy[rows])
-        reference.assert_rounded(np.asarray(dx)[rows], ref.dx, ref.dx_size, what="dx")
-        terms[rows] = ref.dscale
-    reference.assert_sum(dscale, terms, OP.kept_shape)
-
-
-@pytest.mark.parametrize("vma", [True, False])
-def test_devices_may_hold_different_scales(vma):
-    x, _, bias, dy = batch()
-    scales = np.random.default_rng(5).normal(size=(4, C)).astype(np.float32)
-
-    def run(x, scale, dy):
-        return jax.grad(lambda x, s: (nl.batch_norm(x, s[0], axis_name="d").y * dy).sum(), (0, 1))(x, scale)
-
-    f = jax.shard_map(run, mesh=mesh(), in_specs=(P("d"),) * 3, out_specs=(P("d"),) * 2, check_vma=vma)
-    dx, dscale = jax.jit(f)(x, scales, dy)
-    per_row = np.repeat(scales, ROWS // 4, 0)[:, None]
-    ref = reference.norm(x, per_row, None, dy, axes=(0, 1), eps=1e-5)
-    reference.assert_rounded(dx, ref.dx, ref.dx_size, what="dx")
-    np.testing.assert_allclose(dscale, ref.dscale.reshape(4, -1, C).sum(1), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("vma", [True, False])
-def test_a_replicated_batch_inside_the_scope_counts_as_copies(vma):
-    x, scale, bias, dy = batch(rows=6)
-
-    def run(x, dy):
-        return jax.value_and_grad(lambda x: (nl.batch_norm(x, scale, bias, axis_name="d").y * dy).sum())(x)
-
-    f = jax.shard_map(run, mesh=mesh(), in_specs=(P(), P()), out_specs=(P(), P()), check_vma=vma)
-    _, dx = jax.jit(f)(x, dy)
-    ref = OP.at(x.shape).reference(x, scale, bias, dy)
-    reference.assert_rounded(dx, ref.dx, ref.dx_size, what="dx")
-
-
-@pytest.mark.parametrize(("name", "vma"), pairs(["layer_norm", "rms_norm"], [True, False]))
-def test_a_feature_axis_split_over_devices(name, vma):
-    op = BY_NAME[name].at((6, 32))
-    rng = np.random.default_rng(0)
-    x, dy = rng.normal(size=(2, 6, 32)).astype(np.float32)
-    scale, bias = rng.normal(size=(2, 32)).astype(np.float32)
-    norm = {"layer_norm": nl.layer_norm, "rms_norm": nl.rms_norm}[name]
-
-    def run(x, scale, bias, dy):
-        y, vjp = jax.vjp(lambda *a: norm(*a, axis_name="d"), x, scale, bias)
-        return y, *vjp(dy)
-
-    specs = (P(None, "d"), P("d"), P("d"), P(None, "d"))
-    f = jax.shard_map(run, mesh=mesh(), in_specs=specs, out_specs=(specs[0], specs[0], P("d"), P("d")), check_vma=vma)
-    y, dx, dscale, dbias = jax.jit(f)(x, scale, bias, dy)
-    ref = op.reference(x, scale, bias, dy)
-    reference.assert_rounded(y, ref.y, ref.y_size)
-    reference.assert_rounded(dx, ref.dx, ref.dx_size, what="dx")
-    reference.assert_sum(dscale, ref.dscale, (1, 32))
-    reference.assert_sum(dbias, ref.dbias, (1, 32))
-
-
-def test_group_norm_with_space_split_over_devices():
-    op = BY_NAME["group_norm"].at((3, 16, 12))
-    rng = np.random.default_rng(0)
-    x, dy = rng.normal(size=(2, 3, 16, 12)).astype(np.float32)
-    scale, bias = rng.normal(size=(2, 12)).astype(np.float32)
-
-    for method, vma in pairs(("gather", "two_phase"), (True, False)):
-
-        def run(x, scale, bias, dy):
-            y, vjp = jax.vjp(lambda *a: nl.group_norm(*a, num_groups=4, axis_name="d", method=method), x, scale, bias)
-            dx, dscale, dbias = vjp(dy)
-            return y, dx, *((dscale, dbias) if vma else jax.lax.psum((dscale, dbias), "d"))
-
-        rows = P(None, "d")
-        f = jax.shard_map(
-            run, mesh=mesh(), in_specs=(rows, P(), P(), rows), out_specs=(rows, rows, P(), P()), check_vma=vma
-        )
-        y, dx, dscale, _ = jax.jit(f)(x, scale, bias, dy)
-        ref = op.reference(x, scale, bias, dy)
-        reference.assert_rounded(y, ref.y, ref.y_size)
-        reference.assert_rounded(dx, ref.dx, ref.dx_size, what="dx")
-        reference.assert_sum(dscale, ref.dscale, op.kept_shape)
-
-
 def test_remat_scan_and_vmap_inside_shard_map():  # CASES: J45, J46
     x, scale, bias, dy = batch()
 
@@ -452,22 +354,6 @@ def test_one_row_per_device_is_enough_when_devices_share():  # CASES: A9
 def test_an_unbound_axis_is_named_with_where_to_bind_it():  # CASES: A21
     with pytest.raises(NameError, match="`axis_name`.*'data'.*shard_map"):
         nl.batch_norm(jnp.ones((4, 3)), axis_name="data")
-
-
-def test_partly_manual_meshes_leave_the_channels_to_xla():
-    x, scale, bias, dy = batch()
-    grid = jax.make_mesh((4, 2), ("d", "m"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    x6 = np.concatenate([x, x[..., :1]], -1)
-    place = jax.sharding.NamedSharding(grid, P("d", None, "m"))
-
-    def run(x):
-        return jax.grad(lambda x: (nl.batch_norm(x, axis_name="d").y ** 3).sum())(x)
-
-    f = jax.shard_map(run, mesh=grid, in_specs=P("d"), out_specs=P("d"), axis_names={"d"})
-    dx = jax.jit(f)(jax.device_put(x6, place))
-    ref = OP.at(x6.shape).reference(x6)
-    want = OP.at(x6.shape).reference(x6, None, None, 3 * ref.y**2)
-    np.testing.assert_allclose(dx, want.dx, atol=2e-5)
 
 
 @pytest.mark.nightly
