@@ -8,7 +8,7 @@ axes of the grid, the carry lives in scratch, and every phase reads the row agai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -44,15 +44,24 @@ class Phase:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How rows are cut: `rows` per tile, `chunk` lanes at a time, `streamed` where a row does not stay."""
+    """How rows are cut: `rows` per tile, `chunk` lanes at a time, `streamed` where a row does not stay.
+
+    `others` are further tilings that fit, for a tuner to choose from.
+    """
 
     rows: int
     chunk: int
     streamed: bool
+    others: tuple[Tiling, ...] = ()
+
+
+CORES = 48  # a tile is no larger than leaves one for every core
+CHUNKS = (4096, 2048, 1024)
+STREAMED = (2048, 4096, 1024)  # several rows of 2048 beat one of 4096 on the simulator
 
 
 def tiling(
-    shape: tuple[int, int, int], machine: Machine, *, moving: int, temporary: int,
+    shape: tuple[int, int, int], machine: Machine, *, moving: int, temporary: int, fixed: int = 0,
     rows: int | None = None, chunk: int | None = None, residency: str | None = None,
 ) -> Tiling:  # fmt: skip
     """What fits: whole rows with their temporaries, else resident rows in chunks, else streamed rows.
@@ -60,34 +69,73 @@ def tiling(
     Args:
       shape: (A, M, L).
       machine: where it runs.
-      moving: bytes per element that stay for the row: every operand and output, twice.
+      moving: bytes per element that stay for the row: operands and outputs of the full shape, twice.
       temporary: bytes per element of float32 values in use at once.
+      fixed: bytes per lane that a tile holds once: operands of one row, twice.
       rows, chunk, residency: asked for, or None.
     """
     _, m, l = shape
-    least = rows_per_tile(m, 1, machine)
-    budget = machine.tile_bytes
     if machine.masked:  # a block is a pointer there: nothing has to stay
         lanes = lanes_per_tile(l, chunk or 4096, machine)
         return Tiling(rows_per_tile(m, rows or max(1, 4096 // lanes), machine), lanes, False)
+    if rows is not None and chunk is None and residency == "row":
+        return Tiling(rows_per_tile(m, rows, machine), l, False)
+    cuts = _Cuts(m, l, machine, moving, temporary, fixed)
+    chunks = [chunk] if chunk is not None else list(CHUNKS)
+    found: list[Tiling] = []
     if residency != "stream":
-        if chunk is None and least * l * (moving + temporary) <= budget:
-            return Tiling(rows_per_tile(m, rows or _share(m, budget // (l * (moving + temporary))), machine), l, False)
-        lanes = lanes_per_tile(l, chunk or 1024, machine)
-        padded = pl.cdiv(l, lanes) * lanes
-        fit = (budget - least * lanes * temporary) // (padded * moving)
-        if fit >= least or residency == "row":
-            return Tiling(rows_per_tile(m, rows or min(_share(m, fit), 16), machine), lanes, False)
-    lanes = lanes_per_tile(l, chunk or min(4096, budget // (least * (moving + temporary))), machine)
-    fit = budget // (lanes * (moving + temporary))
-    return Tiling(rows_per_tile(m, rows or min(max(fit, 1), least), machine), lanes, True)
+        if chunk is None:
+            found += cuts.whole()
+        found += [t for c in chunks for t in cuts.resident(c, force=residency == "row")]
+    if residency == "stream" or not found or (machine.tuner is not None and residency is None):
+        found += [t for c in (chunks if chunk is not None else STREAMED) for t in cuts.streamed(c)]
+    if not found:
+        found = [Tiling(rows_per_tile(m, 1, machine), lanes_per_tile(l, min(chunks), machine), True)]
+    if rows is not None:
+        found = [replace(found[0], rows=rows_per_tile(m, rows, machine))]
+    return replace(found[0], others=tuple(found[1:]))
 
 
-CORES = 48  # tiles are made no larger than leaves one for every core
+@dataclass(frozen=True)
+class _Cuts:
+    """Tilings of rows of length l that fit a machine, the best guess of each kind first."""
 
+    m: int
+    l: int
+    machine: Machine
+    moving: int
+    temporary: int
+    fixed: int
 
-def _share(m: int, fit: int) -> int:
-    return max(1, min(fit, pl.cdiv(m, CORES)))
+    def _tilings(self, chunk: int, bytes_per_row: int, fixed: int, streamed: bool, most: int) -> list[Tiling]:
+        least = rows_per_tile(self.m, 1, self.machine)
+        fit = (self.machine.tile_bytes - fixed) // (bytes_per_row + self.machine.row_bytes)
+        if fit < least:
+            return []
+        share = min(fit, max(1, pl.cdiv(self.m, CORES)), most)
+        counts = dict.fromkeys(rows_per_tile(self.m, n, self.machine) for n in (share, share // 2, share // 4) if n)
+        return [Tiling(n, chunk, streamed) for n in counts if n <= max(fit, least)]
+
+    def _padded(self, n: int) -> int:
+        return pl.cdiv(n, self.machine.lane_multiple) * self.machine.lane_multiple
+
+    def whole(self) -> list[Tiling]:
+        """A row and its temporaries at once."""
+        width = self._padded(self.l)
+        return self._tilings(self.l, width * (self.moving + self.temporary), width * self.fixed, False, 4096)
+
+    def resident(self, chunk: int, force: bool) -> list[Tiling]:
+        """A row stays, temporaries are of a chunk."""
+        lanes = lanes_per_tile(self.l, chunk, self.machine)
+        width = pl.cdiv(self.l, lanes) * lanes
+        found = self._tilings(lanes, width * self.moving + lanes * self.temporary, width * self.fixed, False, 16)
+        return found or ([Tiling(rows_per_tile(self.m, 1, self.machine), lanes, False)] if force else [])
+
+    def streamed(self, chunk: int) -> list[Tiling]:
+        """Chunks of a row come and go."""
+        lanes = lanes_per_tile(self.l, chunk, self.machine)
+        size = lanes * (self.moving + self.temporary)
+        return self._tilings(lanes, size, lanes * self.fixed, True, max(1, 8192 // lanes))
 
 
 @dataclass(frozen=True)
@@ -107,6 +155,13 @@ def run_rows(
     `operands` broadcast to [A, M, L]. Phases get the refs of operands, then of outputs that are no columns, as one
     list; `columns(results)` gives the values of the one output of columns, in order.
     """
+    if machine.tuner is not None and tile.others:
+
+        def build(choice: Tiling, *arrays: Array) -> list[Array]:
+            untuned = machine.replace(tuner=None)
+            return run_rows(phases, view, arrays, outs, choice, name=name, machine=untuned, columns=columns)
+
+        tile = machine.tuner(name, operands, (tile, *tile.others), build)
     a, m, l = view.tile_shape
     blocks = pl.cdiv(m, tile.rows)
     chunks = pl.cdiv(l, tile.chunk)

@@ -37,8 +37,11 @@ def row_norm_grad(
     given = [x, dy, mean, low, rstd, weight]
     arrays = [as_bytes(view.array(t)) for t in given if t is not None]
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
-    moving = sum(2 * t.dtype.itemsize for t in arrays if t.shape[2] != 1) + 2 * dtype.itemsize
-    tile = tiling(view.tile_shape, machine, moving=moving, temporary=16, rows=rows, chunk=chunk, residency=residency)
+    moving = sum(2 * t.dtype.itemsize for t in arrays if t.size == x.size) + 2 * dtype.itemsize
+    fixed = sum(2 * t.dtype.itemsize for t in arrays if t.shape[2] != 1 and t.size != x.size)
+    tile = tiling(
+        view.tile_shape, machine, moving=moving, temporary=12, fixed=fixed, rows=rows, chunk=chunk, residency=residency
+    )
     body = _Body(view.tile_shape[2], [t is not None for t in given])
     (dx,) = run_rows(
         body.phases(), view, arrays, [Out(dtype)], tile, machine=machine, columns=lambda done: (),
