@@ -62,7 +62,8 @@ class ChipSpec:
       vec_head, vec_head_first: cycles per vector instruction; the first after a wait.
       mte2_head, mte3_head: cycles per copy instruction.
       burst_cycles: extra cycles per contiguous piece of a strided copy.
-      mte2_bytes_per_cycle, mte3_bytes_per_cycle: rate of one core alone.
+      mte2_bytes_per_cycle, mte3_bytes_per_cycle: rate of one core alone, to and from HBM.
+      l2_read_bytes_per_cycle, l2_write_bytes_per_cycle: the same for bytes that hit L2; None: as HBM.
       chip_gbps: all reads and writes that miss L2, GB/s.
       l2_gbps: all reads and writes that hit L2, GB/s.
       l2_bytes: capacity.
@@ -104,6 +105,8 @@ class ChipSpec:
     burst_cycles: float = 2.0
     mte2_bytes_per_cycle: float = 34.6
     mte3_bytes_per_cycle: float = 27.5
+    l2_read_bytes_per_cycle: float | None = None
+    l2_write_bytes_per_cycle: float | None = None
     launch_us: float = 0.55
     setup_us: float = 1.7
     core_start_us: float = 0.75
@@ -165,6 +168,8 @@ PROVENANCE = {
     "mte3_head": Provenance("fitted", A2_ADD),
     "mte2_bytes_per_cycle": Provenance("fitted", A2_ADD),
     "mte3_bytes_per_cycle": Provenance("fitted", A2_ADD),
+    "l2_read_bytes_per_cycle": Provenance("fitted", OPS_NN),
+    "l2_write_bytes_per_cycle": Provenance("fitted", OPS_NN),
     "chip_gbps": Provenance("fitted", A2_ADD),
     "l2_gbps": Provenance("assumed", "cores x clock x rate of one core"),
     "launch_us": Provenance("fitted", B4_TRACE),
@@ -187,6 +192,8 @@ def _a2(name: str, cores: int, clock: float, **changes: object) -> ChipSpec:
         "hbm_bytes": 64 * GIB,
         "chip_gbps": 32e-3 * cores * clock,  # the configuration file's 32 B per cycle and core
         "l2_gbps": 64e-3 * cores * clock,
+        "l2_read_bytes_per_cycle": 50.0,
+        "l2_write_bytes_per_cycle": 40.0,
     }
     return ChipSpec(**(base | changes))  # type: ignore[arg-type]
 
@@ -200,6 +207,8 @@ _B4_PIPES = {
     "mte3_head": 220.0,
     "mte2_bytes_per_cycle": 65.0,
     "mte3_bytes_per_cycle": 95.0,
+    "l2_read_bytes_per_cycle": None,
+    "l2_write_bytes_per_cycle": None,
     "launch_us": 0.55,
     "setup_us": 1.7,
 }
@@ -257,7 +266,7 @@ CHIPS: dict[str, ChipSpec] = {
             l2_gbps=2520.0,
             vec_head=2.0,
             mte2_bytes_per_cycle=72.0,
-            mte3_bytes_per_cycle=42.0,
+            mte3_bytes_per_cycle=50.0,
             ub_bank_groups=8,
             ub_banks_per_group=2,
             max_repeats=1 << 30,  # loops in registers instead of counted repeats
