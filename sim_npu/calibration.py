@@ -59,8 +59,8 @@ def is_fit(case: Measured, cases: Sequence[Measured] = OPERATORS) -> bool:
 
 
 def naive_bytes(case: Measured) -> float:
-    """Each array once: x and y, or dy, x and dx."""
-    return math.prod(case.shape) * dtype_bytes(case.dtype) * (3 if case.op == "batch_norm_grad_v3" else 2)
+    """Each array once: x and y; dy, x and dx of a gradient in training, dy and dx of one in inference."""
+    return math.prod(case.shape) * dtype_bytes(case.dtype) * (3 if dict(case.attrs).get("training") else 2)
 
 
 def arguments(case: Measured) -> tuple[Any, tuple, dict[str, Any]]:

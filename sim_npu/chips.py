@@ -56,7 +56,8 @@ class ChipSpec:
       cores, cube_cores: vector and cube cores.
       clock_mhz: MHz.
       ub_bytes: usable unified buffer, bytes.
-      ub_bank_groups, ub_banks_per_group: organisation of the UB.
+      ub_bank_groups, ub_banks_per_group, ub_bank_bytes: organisation of the UB: group (address >> 5) % groups, bank
+        address // (groups * bank bytes) of that group.
       repeat_bytes, max_repeats: bytes of one repeat and repeats per instruction.
       cycles_per_repeat: cost classes, cycles per 256 B repeat of float32 (64 elements).
       vec_head, vec_head_first: cycles per vector instruction; the first after a wait.
@@ -95,6 +96,7 @@ class ChipSpec:
     l2_gbps: float
     ub_bank_groups: int = 16
     ub_banks_per_group: int = 3
+    ub_bank_bytes: int = 4096
     repeat_bytes: int = 256
     max_repeats: int = 255
     cycles_per_repeat: dict[str, float] = field(default_factory=_rates, hash=False)
@@ -155,7 +157,7 @@ class ChipSpec:
 
 PROVENANCE = {
     **dict.fromkeys(("cores", "cube_cores", "clock_mhz", "l2_bytes", "hbm_bytes"), Provenance("documented", INI)),
-    **dict.fromkeys(("ub_bank_groups", "ub_banks_per_group", "repeat_bytes"), Provenance("documented", INI)),
+    **dict.fromkeys(("ub_bank_groups", "ub_banks_per_group", "ub_bank_bytes", "repeat_bytes"), Provenance("documented", INI)),
     **dict.fromkeys(("ub_bytes", "max_repeats", "max_queue_depth", "event_ids"), Provenance("documented", MANUAL)),
     **dict.fromkeys(
         ("vector_issue", "vector_registers"), Provenance("documented", "asc-devkit examples: 950 vector functions")
@@ -269,6 +271,7 @@ CHIPS: dict[str, ChipSpec] = {
             mte3_bytes_per_cycle=50.0,
             ub_bank_groups=8,
             ub_banks_per_group=2,
+            ub_bank_bytes=16384,
             max_repeats=1 << 30,  # loops in registers instead of counted repeats
             vector_issue=2.0,
             vector_registers=True,
