@@ -16,8 +16,8 @@ import numpy as np
 
 from sim_npu import demos
 from sim_npu.builder import Builder
-from sim_npu.chips import get_chip
-from sim_npu.fitting import Prior, choose_strength, fit_terms
+from sim_npu.chips import ChipSpec, get_chip
+from sim_npu.fitting import Prior, choose_strength, fit_terms, leave_one_out
 from sim_npu.footprint import CapacityError
 from sim_npu.ir import TileProgram, dtype_bytes
 from sim_npu.measured import OPERATORS, AddCase, Measured
@@ -33,7 +33,7 @@ KERNELS = {"rms_norm": demos.rms_norm, "group_norm": demos.group_norm, "batch_no
 
 @dataclass(frozen=True)
 class Row:
-    """A measured case with the model's times, µs: ideal, and without launch of the shipped tiling.
+    """A measured case with the model's times, µs: best plan, shipped tiling, and that without launch.
 
     `moved` is every byte of the kernel's arrays once, `bytes` those of the large arrays (the naive formula's).
     """
@@ -41,6 +41,7 @@ class Row:
     case: Measured
     fitted: bool
     ideal: float
+    tiled: float
     core: float
     moved: float
     bytes: float
@@ -73,11 +74,11 @@ def arguments(case: Measured) -> tuple[Any, tuple, dict[str, Any]]:
 
 
 @functools.lru_cache(maxsize=256)
-def ideal_report(case: Measured) -> SimReport:
-    """The best plan of double-buffered tilings for a measured case."""
+def ideal_report(case: Measured, chip: ChipSpec | None = None) -> SimReport:
+    """The best plan of double-buffered tilings for a measured case; `chip` replaces the preset."""
     fn, arrays, attrs = arguments(case)
     plans = [TilePlan(), *fn.plan_space(*arrays)]
-    return rank_plans(fn, *arrays, chip=case.chip, plans=plans, **attrs).best
+    return rank_plans(fn, *arrays, chip=chip or case.chip, plans=plans, **attrs).best
 
 
 def shipped_tiling(case: Measured) -> tuple[TilePlan, dict[str, Any]] | None:
@@ -99,16 +100,16 @@ def shipped_tiling(case: Measured) -> tuple[TilePlan, dict[str, Any]] | None:
 
 
 @functools.lru_cache(maxsize=256)
-def shipped_report(case: Measured) -> SimReport:
+def shipped_report(case: Measured, chip: ChipSpec | None = None) -> SimReport:
     """The shipped tiling of a measured case; its rows or chunk are halved until this package's kernel fits."""
     tiling = shipped_tiling(case)
     if tiling is None:
-        return ideal_report(case)
+        return ideal_report(case, chip)
     fn, arrays, attrs = arguments(case)
     plan, keywords = tiling
     while True:
         try:
-            return simulate(fn, *arrays, chip=case.chip, plan=plan, explain_capacity=False, **attrs, **keywords)
+            return simulate(fn, *arrays, chip=chip or case.chip, plan=plan, explain_capacity=False, **attrs, **keywords)
         except CapacityError:
             if plan.rows == 1:
                 raise
@@ -121,8 +122,26 @@ def model_rows(cases: Sequence[Measured] = OPERATORS) -> list[Row]:
     for case in cases:
         shipped = shipped_report(case)
         core, moved = core_and_bytes(shipped.kernels)
-        rows.append(Row(case, is_fit(case), ideal_report(case).total_us, core, moved, naive_bytes(case)))
+        ideal = ideal_report(case).total_us
+        rows.append(Row(case, is_fit(case), ideal, shipped.total_us, core, moved, naive_bytes(case)))
     return rows
+
+
+def constants_loss(chip: ChipSpec, preset: str) -> float:
+    """What a chip's constants are fitted by: leave-one-out error of `as_shipped` on the fit rows, mean of operators.
+
+    Each operator has its own launch, factor and µs/MB, so the constants of the chip answer for what varies with shape.
+    """
+    points: dict[str, list[tuple[list[float], float]]] = {}
+    for case in (c for c in OPERATORS if c.chip == preset and is_fit(c)):
+        core, moved = core_and_bytes(shipped_report(case, chip).kernels)
+        points.setdefault(case.op, []).append(([1.0, core, moved / 1e6], case.us))
+    errors = []
+    for rows in points.values():
+        x, y = np.array([a for a, _ in rows]), np.array([b for _, b in rows])
+        prior = shipped_prior(preset)
+        errors.append(leave_one_out(x, y, prior, choose_strength(x, y, prior)))
+    return float(np.mean(errors))
 
 
 def terms(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:

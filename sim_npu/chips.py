@@ -157,7 +157,9 @@ class ChipSpec:
 
 PROVENANCE = {
     **dict.fromkeys(("cores", "cube_cores", "clock_mhz", "l2_bytes", "hbm_bytes"), Provenance("documented", INI)),
-    **dict.fromkeys(("ub_bank_groups", "ub_banks_per_group", "ub_bank_bytes", "repeat_bytes"), Provenance("documented", INI)),
+    **dict.fromkeys(
+        ("ub_bank_groups", "ub_banks_per_group", "ub_bank_bytes", "repeat_bytes"), Provenance("documented", INI)
+    ),
     **dict.fromkeys(("ub_bytes", "max_repeats", "max_queue_depth", "event_ids"), Provenance("documented", MANUAL)),
     **dict.fromkeys(
         ("vector_issue", "vector_registers"), Provenance("documented", "asc-devkit examples: 950 vector functions")

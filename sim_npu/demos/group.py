@@ -105,9 +105,7 @@ def _affine(scale_ref: Any, bias_ref: Any, start: Any, channels: int) -> tuple[j
     return scale_ref[0, at].reshape(channels, 1), bias_ref[0, at].reshape(channels, 1)
 
 
-def _resident(
-    x: jax.Array, scale: jax.Array, bias: jax.Array, groups: int, eps: float, interpret: bool
-) -> jax.Array:
+def _resident(x: jax.Array, scale: jax.Array, bias: jax.Array, groups: int, eps: float, interpret: bool) -> jax.Array:
     rows, per, r = x.shape
     c = groups * per
     inverse = 1.0 / (per * r)

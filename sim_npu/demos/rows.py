@@ -21,13 +21,10 @@ UB_FOR_ROWS = 160 * 1024  # bytes of unified buffer that a default plan fills, l
 UB_FOR_CHUNKS = 184 * 1024  # with temporaries of a chunk only, less needs to be left
 
 
-def _bytes_per_element(dtype: Any) -> int:
-    """Two buffers for x and two for y, and float32 temporaries for the row and its square."""
-    return 4 * jnp.dtype(dtype).itemsize + 8
-
-
 def _rows_that_fit(d: int, dtype: Any, *, budget: int = UB_FOR_ROWS) -> int:
-    return (budget - 8 * d) // (_bytes_per_element(dtype) * max(d, 1))
+    """Rows whose tiles fit: two buffers for x and two for y, float32 for the row and its square, partial sums."""
+    tile, wide = (pl.cdiv(size * d, 32) * 32 for size in (jnp.dtype(dtype).itemsize, 4))
+    return (budget - 8 * d) // (4 * tile + 2 * wide + 320)
 
 
 def default_plan(shape: tuple[int, ...], dtype: Any) -> TilePlan:
