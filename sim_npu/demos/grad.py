@@ -191,7 +191,9 @@ def channel_scale(
     if r == 1:
         cb = min(c, plan.rows or 512)
         tile: tuple[int, ...] = (min(n, plan.chunk or max(1, min(8192 // cb, pl.cdiv(n, CORES)))), cb)
-        array, column, grid = (n, c), (1, cb), (pl.cdiv(n, tile[0]), pl.cdiv(c, cb))
+        array: tuple[int, ...] = (n, c)
+        column: tuple[int, ...] = (1, cb)
+        grid: tuple[int, ...] = (pl.cdiv(n, tile[0]), pl.cdiv(c, cb))
         stats = pl.BlockSpec(column, lambda i, j: (0, j))
         moving = pl.BlockSpec(tile, lambda i, j: (i, j))
     else:
@@ -213,7 +215,6 @@ def channel_scale(
         in_specs=[moving, stats, stats],
         out_specs=moving,
         out_shape=jax.ShapeDtypeStruct(array, dy.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * len(grid)),
         interpret=interpret,
     )(dy.reshape(array), *(s.reshape(stat).astype(jnp.float32) for s in (scale, var))).reshape(dy.shape)
 
