@@ -169,8 +169,9 @@ class StepChange:
     def __str__(self) -> str:
         before, after = self.before, self.after
         columns = [f"{'fused' if r.fuse else 'not fused'}, {r.formats}" for r in (before, after)]
+        chips = " and ".join(dict.fromkeys((before.chip.name, after.chip.name)))
         lines = [
-            f"{after.name} on {before.chip.name} and {after.chip.name}   (a model; rules assumed)",
+            f"{after.name} on {chips}   (a model; rules assumed)",
             f"{'kind':<20} {columns[0]:>20} {columns[1]:>20} {'change us':>12}",
         ]
         old, new = before.shares(), after.shares()
