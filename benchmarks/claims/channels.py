@@ -198,7 +198,7 @@ def split() -> Outcome:
             ratios[shape].append(scans / whole)
         cells = " | ".join("no" if ratio == 0 else f"{ratio:.2f}" for ratio in ratios[shape])
         kib = shape[0] * shape[2] * 2 / 1024
-        lines.append(f"| {' × '.join(map(str, shape))} | {kib:.0f} | {cells} |")
+        lines.append(f"| {' × '.join(map(str, shape))} | {kib:.3g} | {cells} |")
     flat = [ratio for row in ratios.values() for ratio in row]
     by_shape = sum(ratio > 1 for ratio in flat), sum(ratio < 1 for ratio in flat)
     by_buffer = sum(any(r > 1 for r in row) and any(r < 1 for r in row) for row in ratios.values())
@@ -211,6 +211,7 @@ def split() -> Outcome:
             Figure("cases where two scans win", by_shape[1], asked=1, unit="", threshold=True),
             Figure("shapes where the buffer decides", by_buffer, asked=1, unit="", threshold=True),
         ),
-        note=f"Two scans win where one channel's samples do not fit a core, and in {fits} cases where they do.",
+        note="Two scans win where the samples of one channel do not fit a core, and in "
+        f"{fits} cases where they do: in the model it is the fit that decides, and the shape as far as it does.",
         detail="\n".join(lines),
     )

@@ -80,7 +80,7 @@ def add_norm_quant() -> Outcome:
         (
             Figure("faster, most", max(g[1] for g in gains), asked=40),
             Figure("faster, least", min(g[1] for g in gains)),
-            Figure("less traffic", min(g[0] for g in gains)),
+            Figure("less traffic, least", min(g[0] for g in gains)),
         ),
         note="The best case is the short array, where two launches less are most of the gain.",
         detail=detail,

@@ -1,4 +1,4 @@
-"""docs/claims.md: one row per claim."""
+"""docs/claims.md: a row for every claim, and below the table what explains it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ PATH = Path(__file__).resolve().parents[2] / "docs" / "claims.md"
 def row(claim: Claim, outcome: Outcome) -> str:
     """The claim's line of the table."""
     figures = "<br>".join(map(str, outcome.figures))
-    ran = outcome.ran + (f" {outcome.note}" if outcome.note else "")
-    return f"| {claim.id} | {claim.words} | {ran} ({claim.basis}) | {figures} | **{outcome.verdict}** |"
+    return f"| {claim.id} | {claim.words} | {outcome.ran} ({claim.basis}) | {figures} | **{outcome.verdict}** |"
 
 
 def page(outcomes: Mapping[str, Outcome]) -> str:
@@ -39,10 +38,13 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
         "| | claim | what we ran | figures | verdict |",
         "|---|---|---|---|---|",
         *(row(CLAIMS[id], outcome) for id, outcome in outcomes.items()),
+        "",
+        "What must be known to read a figure, and the cases behind it:",
     ]
     for id, outcome in outcomes.items():
-        if outcome.detail:
-            lines += ["", f"## {id}", "", outcome.detail]
+        below = [text for text in (outcome.note, outcome.detail) if text]
+        if below:
+            lines += ["", f"## {id}", "", "\n\n".join(below)]
     return "\n".join(lines) + "\n"
 
 

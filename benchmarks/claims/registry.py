@@ -52,7 +52,7 @@ class Figure:
         return (1.0 if share >= 1 else 0.0) if self.threshold else max(share, 0.0)
 
     def __str__(self) -> str:
-        number = f"{self.value:.3g}" if abs(self.value) < 100 else f"{self.value:.0f}"
+        number = (f"{self.value:.3g}" if abs(self.value) < 100 else f"{self.value:.0f}").replace("-", "−")
         asked = "" if self.asked is None else f" ({'at least ' if self.threshold else ''}{self.asked:g} asked)"
         return f"{self.name}: {number}{self.unit}{asked}"
 
@@ -64,8 +64,8 @@ class Outcome:
     Attributes:
       ran: what we ran, in a sentence.
       figures: in order of importance.
-      note: what a reader must know to read the figures.
-      detail: a table in markdown, shown below the others.
+      note: what a reader must know to read the figures; shown below the table.
+      detail: the cases as a table in markdown, shown there too.
     """
 
     ran: str

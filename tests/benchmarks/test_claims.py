@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("sklearn", reason="the claims about training need the extra `train`")
 
-from benchmarks.claims import CLAIMS, Figure, Outcome, __main__, networks, registry
+from benchmarks.claims import CLAIMS, Figure, Outcome, __main__, networks, registry, training
 from benchmarks.claims.page import PATH, page, rows_of
 from benchmarks.claims.resnet_step import norm_shapes
 
@@ -65,8 +65,8 @@ def check(id):
 
     assert f"| **{outcome.verdict}** |" in row
     if f"jax {jax.__version__}:" in text:
-        assert "<br>".join(map(str, outcome.figures)) in row
-        assert outcome.detail in text
+        assert f"| {'<br>'.join(map(str, outcome.figures))} |" in row
+        assert outcome.note in text and outcome.detail in text
 
 
 @pytest.mark.parametrize("id", CHEAP)
@@ -87,13 +87,13 @@ def test_most_claims_about_kernels_are_cheap_enough_to_be_tested():
 
 
 def test_the_page_counts_its_verdicts_and_shows_details():
-    some = Outcome("ran", (Figure("f", 1.0, asked=1.0),), detail="| a |\n|---|")
+    some = Outcome("ran", (Figure("f", 1.0, asked=1.0),), note="Read this.", detail="| a |\n|---|")
 
     text = page({"add-norm": some, "in-place": Outcome("ran", (Figure("f", 0.1, asked=1.0),))})
 
     assert "1 confirmed, 0 partly, 1 not confirmed" in text
     assert list(rows_of(text)) == ["add-norm", "in-place"]
-    assert text.endswith("## add-norm\n\n| a |\n|---|\n")
+    assert text.endswith("## add-norm\n\nRead this.\n\n| a |\n|---|\n")
 
 
 def test_resnet50_normalises_53_arrays_of_11_million_elements():
@@ -131,3 +131,25 @@ def test_the_command_refuses_what_it_cannot_do(arguments, words, capsys):
         __main__.main(arguments)
 
     assert stop.value.code == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_net_of_the_sweep_learns_at_its_usual_setting_and_not_at_a_rate_of_zero(normed, monkeypatch):
+    for name, value in (("RATES", (0.0, 0.1)), ("GAINS", (1.0,)), ("SEEDS", 1), ("ROUNDS", 20)):
+        monkeypatch.setattr(training, name, value)
+
+    found = training.errors(normed)
+
+    assert found.shape == (2, 1, 1, 20)
+    idle, trained = found[:, 0, 0]
+    # ten classes: 90 % by chance, more or less; untrained, only the running statistics move
+    assert idle.min() > 60 and trained[-1] < 15
+
+
+def test_deep_residual_net_starts_near_chance_and_learns(monkeypatch):
+    for name, value in (("BLOCKS", 4), ("FIRST_SCALES", (0.2,)), ("BLOCK_RATES", (0.0, 0.1)), ("BLOCK_SEEDS", 1)):
+        monkeypatch.setattr(training, name, value)
+
+    idle, trained = training.residual_losses()[0, :, 0]
+
+    assert idle > 2 and trained < 0.5  # ln 10 is 2.3
