@@ -60,7 +60,7 @@ class Plan:
     def is_array(self) -> bool:
         """True where s is written out: one term, a rounded sum, or no 16-bit terms to form it from again."""
         alone = len(self.terms) == 1 and self.weights == (1.0,)
-        return self.round_first or alone or self.config.backend != "xla" or self.dtype == self.wide.name
+        return self.round_first or alone or not self.config.is_xla or self.dtype == self.wide.name
 
 
 def composed(
@@ -85,7 +85,8 @@ def composed(
     weights = (1.0,) * len(terms) if weights is None else weights
     raw = out if activation is None and behind is None else wide_dtype(dtype).name
     name = passes.current_backend() if backend is None else passes.checked(backend)
-    config = Config(axes, centered, scale_offset, scope, batch_invariant, name, raw)
+    known = float(eps) if isinstance(eps, int | float) else None
+    config = Config(axes, centered, scale_offset, scope, batch_invariant, name, raw, known)
     types = tuple((t.shape, t.dtype.name, varying(t)) for t in terms)
     plan = Plan(config, weights, types, activation, dtype.name, out, round_first)
     if rule == "reverse" and not rescale and not jnp.issubdtype(dtype, jnp.complexfloating):
@@ -234,7 +235,7 @@ _composed.defvjp(_composed_fwd, _composed_bwd, symbolic_zeros=True)
 
 def _readable(plan: Plan, t: Deferred) -> Array | Deferred:
     """`t`, as an array where the backend is another than XLA."""
-    return t if plan.config.backend == "xla" else t.astype(t.dtype)
+    return t if plan.config.is_xla else t.astype(t.dtype)
 
 
 def _through_activation(plan, dy, s, own, rstd, scale, bias, behind, where) -> Deferred:

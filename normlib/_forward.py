@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -22,21 +24,41 @@ class Config:
     scale_offset: float
     scope: Scope
     batch_invariant: bool
-    backend: str
+    backend: Any  # a pass
     out_dtype: str | None = None
+    eps: float | None = None  # where it is known while tracing; a kernel then holds it as a constant
+
+    @property
+    def is_xla(self) -> bool:
+        """Whether passes may read deferred arrays."""
+        return self.backend is passes.xla
 
     @property
     def passes(self) -> type[passes.Pass]:
         """The five functions of the chosen backend."""
-        return passes.BACKENDS[self.backend]  # type: ignore[return-value]
+        return self.backend
 
 
 def forward(config, x, scale, bias, where, shift, eps):
     """(y, moments of y, moments of the whole scope); x of any shape, the rest broadcastable to it."""
+    return normalized(config, x, scale, bias, where, shift, eps)[:3]
+
+
+def normalized(config, x, scale, bias, where, shift, eps):
+    """(y, moments of y, moments of the whole scope, rstd); in one sweep where the backend has one for it."""
+    whole = getattr(config.passes, "forward", None)
+    if whole is not None and config.scope.is_local and shift is None and isinstance(x, jax.Array):
+        found = whole(
+            x, effective(scale, config.scale_offset), wide_or_none(bias), axes=config.axes,
+            eps=eps if config.eps is None else config.eps, centered=config.centered, where=where,
+            dtype=config.out_dtype,
+        )  # fmt: skip
+        if found is not None:
+            y, own, rstd = found
+            return y, own, own, rstd
     own, total = pooled(config, x, where, shift, eps)
     rstd = own.rstd(eps)
-    y = apply(config, x, own, rstd, scale, bias, where)
-    return y, own, total
+    return apply(config, x, own, rstd, scale, bias, where), own, total, rstd
 
 
 def pooled(config, x, where, shift, eps) -> tuple[Moments, Moments]:

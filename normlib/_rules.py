@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from normlib._deferred import zeros
-from normlib._forward import Config, apply, by_channel, constant_along, effective, forward, pooled
+from normlib._forward import Config, by_channel, constant_along, effective, forward, normalized
 from normlib._varying import is_typed, like, vary, varying
 from normlib.moments import Moments, positive
 from normlib.passes.xla import centred, own_copy
@@ -30,9 +30,7 @@ def reverse(config: Config, x, scale, bias, where, shift, eps) -> tuple[Array, M
 
 def _reverse_fwd(config, *primals):
     x, scale, bias, where, shift, eps = (None if p is None else p.value for p in primals)
-    own, total = pooled(config, x, where, shift, eps)
-    rstd = own.rstd(eps)
-    y = apply(config, x, own, rstd, scale, bias, where)
+    y, own, total, rstd = normalized(config, x, scale, bias, where, shift, eps)
     return (y, own, total), (x, scale, bias, where, own, total, rstd)
 
 
@@ -51,7 +49,7 @@ def backward(config: Config, residuals, cotangents) -> tuple[Callable[..., Array
     x, scale, bias, where, own, total, rstd = residuals
     dy, d_own, d_total = cotangents
     if isinstance(dy, SymbolicZero):
-        dy = (zeros if config.backend == "xla" else jnp.zeros)(x.shape, config.out_dtype or x.dtype)
+        dy = (zeros if config.is_xla else jnp.zeros)(x.shape, config.out_dtype or x.dtype)
     scope = config.scope
     mean, low, rstd_c = by_channel(config, x, own, rstd)
     weight = effective(scale, config.scale_offset)
@@ -65,6 +63,15 @@ def backward(config: Config, residuals, cotangents) -> tuple[Callable[..., Array
             x, dy, mean, low, rstd_c, weight if weighted else None, axes=axes, where=where
         )  # fmt: skip
 
+    def parameter(p, part, shared=False):
+        if p is None:
+            return None
+        axes = tuple(i for i, (k, m) in enumerate(zip(p.shape, x.shape)) if k == 1 and m != 1)
+        found = unbroadcast((s0, s1)[part], p.shape) if shared else sums(axes)[part]
+        return like(found, p)
+
+    if (whole := _whole_backward(config, x, dy, d_own, own, rstd, weight, where)) is not None:
+        return lambda again=False: whole, parameter(scale, 1), parameter(bias, 0)
     s0, s1 = sums(config.axes, rowwise)
     # A moment that was pooled over typed axes is one value for all, its cotangent already the total: it is added after
     # pooling. Otherwise every device holds a copy, whose cotangent is a part: it is added before.
@@ -101,15 +108,21 @@ def backward(config: Config, residuals, cotangents) -> tuple[Callable[..., Array
         given = x, dy, mean, low, rstd_c, weight, c1, c0 if config.centered else None
         return config.passes.grad_apply(*(own_copy(*given) if again else given), where=where)
 
-    def parameter(p, part):
-        if p is None:
-            return None
-        shared = not rowwise and constant_along(p.shape, s0.shape)
-        axes = tuple(i for i, (k, m) in enumerate(zip(p.shape, x.shape)) if k == 1 and m != 1)
-        found = unbroadcast((s0, s1)[part], p.shape) if shared else sums(axes)[part]
-        return like(found, p)
+    def shared(p):
+        return p is not None and not rowwise and constant_along(p.shape, s0.shape)
 
-    return dx, parameter(scale, 1), parameter(bias, 0)
+    return dx, parameter(scale, 1, shared(scale)), parameter(bias, 0, shared(bias))
+
+
+def _whole_backward(config, x, dy, d_own, own, rstd, weight, where):
+    """dx in one sweep, where the backend has one for it and no cotangent comes through the moments."""
+    whole = getattr(config.passes, "backward", None)
+    if whole is None or where is not None or not config.scope.is_local or not isinstance(x, jax.Array):
+        return None
+    if not all(isinstance(t, SymbolicZero) for t in (d_own.mean, d_own.m2)):
+        return None
+    centre = (own.mean, own.low) if config.centered else (None, None)
+    return whole(x, dy, *centre, rstd, weight, axes=config.axes)
 
 
 reverse.defvjp(_reverse_fwd, _reverse_bwd, symbolic_zeros=True)
@@ -163,9 +176,7 @@ def _with_counts(words: list[Array]) -> Moments:
 def _both_jvp(config, primals, tangents):
     x, scale, bias, where, shift, eps = primals
     x_dot, scale_dot, bias_dot = tangents[:3]
-    own, total = pooled(config, x, where, shift, eps)
-    rstd = own.rstd(eps)
-    y = apply(config, x, own, rstd, scale, bias, where)
+    y, own, total, rstd = normalized(config, x, scale, bias, where, shift, eps)
     fixed, dots = (x, scale, where, own, total, rstd), (x_dot, scale_dot, bias_dot)
     y_dot, own_dot, total_dot = jax.checkpoint(functools.partial(_tangent, config))(fixed, dots)
     mine, whole = _in_floats(own), _in_floats(total)

@@ -106,6 +106,7 @@ def normalize(
         axes, centered, scale_offset, scope, batch_invariant,
         passes.current_backend() if backend is None else passes.checked(backend),
         None if out_dtype is None else jnp.dtype(out_dtype).name,
+        float(eps) if isinstance(eps, int | float) and not rescale else None,
     )  # fmt: skip
     x = x.astype(output_dtype(x.dtype))
     room = jnp.asarray(eps, wide(x).real.dtype)

@@ -190,7 +190,7 @@ def rms_norm_backward(
     kept = tuple(1 if a in axes else s for a, s in enumerate(x.shape))
     if rstd.shape not in (kept, tuple(s for a, s in enumerate(x.shape) if a not in axes)):
         raise ValueError(f"`rstd` must have x's shape {x.shape} without axes {axes}, or 1 there; got {rstd.shape}.")
-    run = passes.BACKENDS[passes.current_backend() if backend is None else passes.checked(backend)]
+    run = passes.current_backend() if backend is None else passes.checked(backend)
     dtype = output_dtype(x.dtype)
     out_dtype = quantize.out_dtype(quant, dtype)
     raised = check.parameter(scale, "scale", x, axes)

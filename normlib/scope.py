@@ -90,6 +90,11 @@ class Scope:
         """True if the moments of the whole scope differ from those that y uses."""
         return self.groups is not None or self.all_names != self.names or bool(self.total_axes)
 
+    @property
+    def is_local(self) -> bool:
+        """True if one device's rows share statistics with nothing else."""
+        return not self.all_names and self.channels is None and not self.total_axes
+
     def check_bound(self) -> None:
         """Check that the mesh axes are bound where the norm is traced and that the groups cover them.
 

@@ -22,6 +22,7 @@ def emulate(
     precision: PrecisionPolicy | str | None = None,
     order: Order | None = None,
     chip: ChipSpec | str | None = None,
+    statistics: tuple[int, ...] = (),
 ) -> Any:
     """`fn(*args)`, every Pallas kernel in it evaluated with the rounding of `precision`.
 
@@ -40,6 +41,8 @@ def emulate(
         the kernels of `chip` do.
       order: order of sums, see `sim_npu.reduction`; by default the policy's, or that of `chip`.
       chip: a chip's name or spec.
+      statistics: positions of `args` that hold statistics of an earlier kernel: they are kept in the accumulator's
+        type, as a statistic of this kernel is.
 
     Returns:
       What `fn(*args)` returns: same tree, shapes and dtypes.
@@ -59,11 +62,11 @@ def emulate(
     """
     policy = resolve(precision, order, chip)
     compiled = _compiled if isinstance(fn, Hashable) else _compile
-    return compiled(fn, policy)(*args)
+    return compiled(fn, policy, tuple(statistics))(*args)
 
 
-def _compile(fn: Callable[..., Any], policy: PrecisionPolicy) -> Callable[..., Any]:
-    run = jax.custom_jvp(jax.jit(functools.partial(_emulated, fn, policy)))
+def _compile(fn: Callable[..., Any], policy: PrecisionPolicy, statistics: tuple[int, ...]) -> Callable[..., Any]:
+    run = jax.custom_jvp(jax.jit(functools.partial(_emulated, fn, policy, statistics)))
 
     @run.defjvp
     def _refuse(primals: Any, tangents: Any) -> Any:
@@ -77,9 +80,10 @@ def _compile(fn: Callable[..., Any], policy: PrecisionPolicy) -> Callable[..., A
 _compiled = functools.lru_cache(maxsize=256)(_compile)
 
 
-def _emulated(fn: Callable[..., Any], policy: PrecisionPolicy, *args: Any) -> Any:
+def _emulated(fn: Callable[..., Any], policy: PrecisionPolicy, statistics: tuple[int, ...], *args: Any) -> Any:
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    flat = [(jnp.asarray(a), Kind.INPUT) for a in jax.tree.leaves(args)]
+    kinds = [Kind.STATISTIC if i in statistics else Kind.INPUT for i in range(len(args))]
+    flat = [(jnp.asarray(a), kind) for arg, kind in zip(args, kinds) for a in jax.tree.leaves(arg)]
     out = _evaluate(closed.jaxpr, [(c, Kind.INPUT) for c in closed.consts], flat, policy)
     return jax.tree.unflatten(jax.tree.structure(shapes), [x for x, _ in out])
 

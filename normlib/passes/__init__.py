@@ -6,8 +6,8 @@ The engine asks for five functions and never knows which backend answers; a back
 from __future__ import annotations
 
 import contextlib
-from types import ModuleType
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 from jax.typing import DTypeLike
@@ -15,9 +15,11 @@ from jaxtyping import Array
 
 from normlib.moments import Moments
 from normlib.passes import xla
+from normlib.passes.npu import NpuPass
+from normlib.passes.pallas import PallasPass
 
-BACKENDS: dict[str, ModuleType] = {"xla": xla}
-DEFAULT = "xla"
+# What makes a pass from its options. A pass is hashable: it is part of the static arguments of the derivative rules.
+BACKENDS: dict[str, Callable[..., Any]] = {"xla": lambda: xla, "pallas": PallasPass, "npu": NpuPass}
 
 # A user context is part of jit's cache key and is seen in the backward pass; a plain global would be neither.
 _backend = jax.make_user_context(None)
@@ -61,33 +63,42 @@ class Pass(Protocol):
 
 
 @contextlib.contextmanager
-def use_backend(name: str):
+def use_backend(name: str, **options: Any):
     """Run norms traced inside on the backend `name`; already compiled functions are compiled anew for it.
 
     Args:
-      name: one of `normlib.passes.BACKENDS`.
+      name: "xla" (plain JAX), "pallas" (tile kernels on a GPU or TPU, or interpreted) or "npu" (the same kernels on a
+        simulated AI Core).
+      options: of the pass: `platform` and `interpret` of `normlib.passes.pallas.PallasPass`; `chip`, `precision` and
+        `order` of `normlib.passes.npu.NpuPass`.
 
     Raises:
-      ValueError: if there is no such backend.
+      ValueError: if there is no such backend, or an option has no such value.
+      TypeError: for an option that the backend does not have.
 
-    >>> with use_backend("xla"):
-    ...     pass
+    >>> with use_backend("npu", chip="910b2", precision="fp16_fp32acc"):
+    ...     current_backend().policy.data
+    'fp16'
     """
-    with _backend(checked(name)):
+    with _backend(checked(name, **options)):
         yield
 
 
-def checked(name: str) -> str:
-    """`name`, if there is a backend of that name; a ValueError that lists them otherwise."""
-    if name not in BACKENDS:
-        raise ValueError(f"`backend` must be one of {', '.join(BACKENDS)}; got {name!r}.")
-    return name
+def checked(backend: Any, **options: Any) -> Any:
+    """The pass of that name with these options, or a pass as it is; a ValueError that lists the names otherwise."""
+    if not isinstance(backend, str):
+        if backend in BACKENDS.values() or not hasattr(backend, "grad_apply"):
+            raise ValueError(f"`backend` must be a pass or one of {', '.join(BACKENDS)}; got {backend!r}.")
+        return backend
+    if backend not in BACKENDS:
+        raise ValueError(f"`backend` must be one of {', '.join(BACKENDS)}; got {backend!r}.")
+    return BACKENDS[backend](**options)
 
 
-def current_backend() -> str:
-    """The backend that a norm traced here runs on.
+def current_backend() -> Any:
+    """The pass that a norm traced here runs on.
 
-    >>> current_backend()
-    'xla'
+    >>> current_backend().__name__
+    'normlib.passes.xla'
     """
-    return _backend.value or DEFAULT
+    return xla if _backend.value is None else _backend.value

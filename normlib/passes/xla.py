@@ -75,8 +75,11 @@ def sums(x, k, *, axes, where, batch_invariant=False):
     return term(lambda d: d, *first), term(abs_squared, *own_copy(*first))
 
 
-def moments(x, *, axes, where, batch_invariant=False):
-    """See `normlib.passes.Pass.moments`; x of any shape. Two passes, corrected: 1e-7 at mean / sigma 1e5."""
+def moments(x, *, axes, where, batch_invariant=False, sums=sums):
+    """See `normlib.passes.Pass.moments`; x of any shape. Two passes, corrected: 1e-7 at mean / sigma 1e5.
+
+    `sums` may be another backend's.
+    """
     count = count_entries(x.shape, axes, where)
     s1, _ = sums(x, None, axes=axes, where=where, batch_invariant=batch_invariant)
     pilot = lax.stop_gradient(divided(s1, count))

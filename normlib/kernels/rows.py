@@ -1,0 +1,197 @@
+"""Norms of rows in one kernel: statistics and affine map, with sums before, an activation and columns of statistics.
+
+    s = sum_i weights[i] * terms[i];  y = activation((s - mean) * rstd * scale + bias)
+
+Statistics of a chunk are taken about its own mean, while it is in the buffer, and chunks are merged by Chan's formula
+with the mean carried in two words: as accurate as two passes over the row, for one read of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from normlib.kernels.affine import affine_tile, as_bytes
+from normlib.kernels.machine import Machine
+from normlib.kernels.phases import Columns, Out, Phase, run_rows, tiling
+from normlib.kernels.tile import Chunk, widened
+from normlib.kernels.view import View
+from normlib.moments import two_sum
+
+
+class RowNorm(NamedTuple):
+    """What `row_norm` returns: `[A, M, L]` arrays (residual None if not asked for) and `[A, M, 1]` columns.
+
+    No count where nothing is masked (it is L), no mean and low where x is not centred.
+    """
+
+    y: Array
+    residual: Array | None
+    count: Array | None  # type: ignore[assignment]  # a tuple's method of that name is not missed
+    mean: Array | None
+    low: Array | None
+    m2: Array
+    rstd: Array
+
+
+def row_norm(
+    terms: Sequence[Array], scale: Array | None = None, bias: Array | None = None, where: Array | None = None, *,
+    view: View, eps: float | Array, machine: Machine, centered: bool = True, weights: Sequence[float] | None = None,
+    behind: Array | None = None, activation: Callable[[Array], Array] | None = None, dtype: Any = None,
+    residual_dtype: Any = None, round_first: bool = False, name: str | None = None,
+    rows: int | None = None, chunk: int | None = None, residency: str | None = None,
+) -> RowNorm:  # fmt: skip
+    """Normalise the rows of a weighted sum of arrays.
+
+    Args:
+      terms: arrays that broadcast to `view.shape`, the first of that shape.
+      scale, bias, where, behind: of the same rank and broadcastable to it, or None; `behind` is added after the norm.
+      view: how the shape is seen as [A, M, L]; L is normalised.
+      eps: added to the variance; a number, or an array: a scalar, or one value per row in x's rank.
+      machine: where it runs.
+      centered: False keeps the mean in.
+      weights: of the terms, 1 by default.
+      activation: applied to float32 before the rounding.
+      dtype: of y; that of the first term by default.
+      residual_dtype: of the sum as an output; None for no such output.
+      round_first: round the sum to `residual_dtype` before it is measured.
+      name: of the kernel in reports.
+      rows, chunk, residency: the tiling asked for; see `sim_npu.TilePlan`.
+    """
+    x = terms[0]
+    dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+    weights = tuple(weights or (1.0,) * len(terms))
+    dynamic = None if isinstance(eps, int | float) else eps
+    given = [*terms, scale, bias, where, behind]
+    arrays = [as_bytes(view.array(t)) for t in given if t is not None]
+    if dynamic is not None:
+        arrays.append(view.array(jnp.reshape(dynamic, jnp.shape(dynamic) or (1,) * x.ndim)))
+    body = _Body(
+        view.tile_shape[2], len(terms), weights, [t is not None for t in given[len(terms) :]], dynamic is not None,
+        eps if dynamic is None else None, centered, activation, residual_dtype, round_first,
+    )  # fmt: skip
+    full = [t for t in arrays if t.size == x.size]
+    moving = sum(2 * t.dtype.itemsize for t in full) + 2 * jnp.dtype(dtype).itemsize
+    moving += 2 * jnp.dtype(residual_dtype).itemsize if residual_dtype is not None else 0
+    moving += 8 if len(terms) > 1 else 0  # the sum is one more float32 value in use
+    fixed = sum(2 * t.dtype.itemsize for t in arrays if t.shape[2] != 1 and t.size != x.size)
+    tile = tiling(
+        view.tile_shape, machine, moving=moving, temporary=12, fixed=fixed, rows=rows, chunk=chunk, residency=residency
+    )  # fmt: skip
+    wide = widened(x[:0]).dtype if x.ndim else jnp.float32
+    kept = [i for i, use in enumerate((where is not None, centered, centered, True, True)) if use]
+    outs = [Out(dtype), Out(wide, columns=len(kept))]
+    outs += [Out(residual_dtype)] if residual_dtype is not None else []
+    y, columns, *rest = run_rows(
+        body.phases(), view, arrays, outs, tile, machine=machine, columns=lambda done: tuple(done[i] for i in kept),
+        name=name or ("layer_norm" if centered else "rms_norm"),
+    )  # fmt: skip
+    values: list[Array | None] = [None] * 5
+    for lane, i in enumerate(kept):
+        values[i] = columns[:, :, lane : lane + 1]
+    return RowNorm(y, rest[0] if rest else None, *values)  # type: ignore[arg-type]
+
+
+class _Body:
+    """The phases of a row norm of length n. Refs: terms, scale, bias, where, behind, eps (those given), y, residual."""
+
+    def __init__(self, n, terms, weights, given, dynamic, eps, centered, activation, residual_dtype, round_first):
+        self.n, self.terms, self.weights, self.given, self.dynamic = n, terms, weights, given, dynamic
+        self.eps, self.centered, self.activation = eps, centered, activation
+        self.residual_dtype, self.round_first = residual_dtype, round_first
+
+    def phases(self) -> list[Phase]:
+        """Measure, then write."""
+        measure = Phase(self.first, self.measure, self.end, 4, 5)
+        return [measure, Phase(self.write_first, self.write, lambda refs, carry, done: (), 0, 0)]
+
+    def _optional(self, chunk: Chunk, refs: Sequence[Any], number: int) -> Array | None:
+        if not self.given[number]:
+            return None
+        value = chunk.read(refs[self.terms + sum(self.given[:number])])
+        return value != 0 if value.dtype == jnp.int8 else widened(value)
+
+    def _outputs(self, refs: Sequence[Any]) -> Sequence[Any]:
+        return refs[self.terms + sum(self.given) + self.dynamic :]
+
+    def sum_of(self, chunk: Chunk, refs: Sequence[Any], *, clean: bool = False) -> Array:
+        """The weighted sum of the terms, rounded first where asked."""
+        total = None
+        for ref, w in zip(refs, self.weights):
+            t = widened(chunk.read(ref, clean=clean))
+            t = t if w == 1 else t * w
+            total = t if total is None else total + t
+        assert total is not None
+        return total.astype(self.residual_dtype).astype(total.dtype) if self.round_first else total
+
+    def measured(self, chunk: Chunk, refs: Sequence[Any]) -> tuple[Any, Array, Array]:
+        """(count, mean, deviations) of a chunk: float32, `[rows, 1]` or a number, `[rows, 1]`, `[rows, size]`."""
+        s = self.sum_of(chunk, refs, clean=True)
+        where = self._optional(chunk, refs, 2)
+        if where is None:
+            count: Any = float(chunk.count)
+            if not self.centered:
+                return count, jnp.zeros((s.shape[0], 1), s.dtype), s
+            mean = jnp.sum(s, 1, keepdims=True) * (1.0 / chunk.count)
+            return count, mean, chunk.clean(s - mean)
+        where = jnp.broadcast_to(where, s.shape)
+        count = jnp.sum(chunk.clean(where.astype(s.dtype)), 1, keepdims=True)
+        s = jnp.where(where, s, jnp.zeros((), s.dtype))
+        if not self.centered:
+            return count, jnp.zeros((s.shape[0], 1), s.dtype), s
+        mean = jnp.sum(s, 1, keepdims=True) / jnp.maximum(count, 1.0)
+        return count, mean, chunk.clean(jnp.where(where, s - mean, jnp.zeros((), s.dtype)))
+
+    def first(self, chunk: Chunk, refs: Sequence[Any], done: Columns) -> Columns:
+        """(count, mean, low, m2) of the first chunk."""
+        count, mean, d = self.measured(chunk, refs)
+        m2 = jnp.sum(d * d, 1, keepdims=True)
+        counts = jnp.full_like(mean, count) if isinstance(count, float) else count
+        if not self.centered:
+            return counts, mean, mean, m2
+        rest = jnp.sum(d, 1, keepdims=True)
+        part = rest / jnp.maximum(count, 1.0)
+        mean, low = two_sum(mean, part)
+        return counts, mean, low, jnp.maximum(m2 - rest * part, 0.0)
+
+    def measure(self, chunk: Chunk, refs: Sequence[Any], carry: Columns, done: Columns) -> Columns:
+        """Chan's merge of one more chunk; the mean stays in two words."""
+        count, mean, low, m2 = carry
+        n, other_mean, other_low, other_m2 = self.first(chunk, refs, done)
+        total = count + n
+        if not self.centered:
+            return total, mean, low, m2 + other_m2
+        share = n / jnp.maximum(total, 1.0)
+        apart = (other_mean - mean) + (other_low - low)
+        mean, low = two_sum(mean, low + apart * share)
+        return total, mean, low, m2 + other_m2 + apart * apart * (count * share)
+
+    def end(self, refs: Sequence[Any], carry: Columns, done: Columns) -> Columns:
+        """(count, mean, low, m2, rstd)."""
+        count, mean, low, m2 = carry
+        masked = self.given[2]
+        var = m2 / (jnp.maximum(count, 1.0) if masked else float(self.n))
+        eps = widened(refs[self.terms + sum(self.given)][...]) if self.dynamic else self.eps
+        # var - var is 0, or NaN where the variance is not finite: 1 / inf would be a silent 0
+        rstd = 1.0 / jnp.sqrt(var + eps) + (var - var)
+        return count, mean, low, m2, jnp.where(count > 0, rstd, 0.0) if masked else rstd
+
+    def write_first(self, chunk: Chunk, refs: Sequence[Any], done: Columns) -> Columns:
+        """The affine map of the first chunk."""
+        return self.write(chunk, refs, (), done)
+
+    def write(self, chunk: Chunk, refs: Sequence[Any], carry: Columns, done: Columns) -> Columns:
+        """The affine map of a chunk, and the sum itself where it is asked for."""
+        _, mean, low, _, rstd = done
+        scale, bias, where, behind = (self._optional(chunk, refs, i) for i in range(4))
+        s = self.sum_of(chunk, refs)
+        y = affine_tile(s, mean if self.centered else None, low, rstd, scale, bias, where)
+        y = y if behind is None else y + behind
+        out, *rest = self._outputs(refs)
+        chunk.write(out, y if self.activation is None else self.activation(y))
+        for ref in rest:
+            chunk.write(ref, s)
+        return ()

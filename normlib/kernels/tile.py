@@ -1,0 +1,195 @@
+"""Tiles: how a kernel reads and writes a part of its blocks, and how a kernel is launched.
+
+A block is [rows, lanes], its outer axis squeezed. Operands that are constant along rows or lanes have a side of 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array
+
+from normlib._varying import vary, varying
+from normlib.kernels.machine import Machine
+from normlib.precision import wide_dtype
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some lanes of a tile.
+
+    Attributes:
+      machine: where the kernel runs.
+      start, size: the lanes; start may be traced.
+      lanes: bool `[1, size]`, which of them are inside the array; None for all.
+      rows: bool `[rows, 1]`, which rows are inside the array; None for all.
+      count: number of lanes inside the array.
+      first, height: the rows of a taller block that this part takes; None for all of its rows.
+    """
+
+    machine: Machine
+    start: Any
+    size: int
+    lanes: Array | None
+    rows: Array | None
+    count: int
+    first: Any = 0
+    height: int | None = None
+
+    def read(self, ref: Any, *, clean: bool = False) -> Array:
+        """This part of `ref`, in its dtype; with `clean` 0 beyond the array, else anything there."""
+        at, inside = self._at(ref)
+        if self.machine.masked and inside is not None:
+            return pltriton.load(ref.at[at], mask=inside, other=jnp.zeros((), ref.dtype))
+        value = ref[at]
+        return jnp.where(inside, value, jnp.zeros((), ref.dtype)) if clean and inside is not None else value
+
+    def write(self, ref: Any, value: Array) -> None:
+        """Store `value` in this part of `ref`, rounded to its dtype."""
+        at, inside = self._at(ref)
+        value = jnp.broadcast_to(value, self._shape(ref)).astype(ref.dtype)
+        if self.machine.masked and inside is not None:
+            pltriton.store(ref.at[at], value, mask=inside)
+        else:
+            ref[at] = value
+
+    def clean(self, value: Array) -> Array:
+        """`value`, `[rows, size]`, with 0 beyond the array."""
+        inside = self._inside(value.shape)
+        return value if inside is None else jnp.where(inside, value, jnp.zeros((), value.dtype))
+
+    def _at(self, ref: Any) -> tuple[Any, Array | None]:
+        tall = self.height is not None and ref.shape[0] != 1
+        rows = pl.ds(self.first, self.height) if tall else slice(None)
+        whole = self._is_column(ref) or (ref.shape[-1] == self.size and isinstance(self.start, int) and not self.start)
+        lanes = slice(None) if whole else pl.ds(self.start, self.size)
+        return (rows, lanes), self._inside(self._shape(ref))
+
+    def _shape(self, ref: Any) -> tuple[int, int]:
+        height = ref.shape[0] if self.height is None or ref.shape[0] == 1 else self.height
+        return height, 1 if self._is_column(ref) else self.size
+
+    @staticmethod
+    def _is_column(ref: Any) -> bool:
+        return ref.shape[-1] == 1
+
+    def _inside(self, shape: tuple[int, ...]) -> Array | None:
+        rows = self.rows if shape[0] != 1 else None
+        lanes = self.lanes if shape[-1] != 1 else None
+        if rows is None or lanes is None:
+            found = rows if lanes is None else lanes
+            return None if found is None else jnp.broadcast_to(found, shape)
+        return rows & lanes
+
+
+def inside(first: Any, size: int, limit: int, axis: int) -> Array:
+    """bool `[size, 1]` or `[1, size]` (axis 0 or 1): which of `first + i` lie below `limit`."""
+    shape = (size, 1) if axis == 0 else (1, size)
+    return first + lax.broadcasted_iota(jnp.int32, shape, axis) < limit
+
+
+def fold(
+    machine: Machine, length: int, chunk: int, rows: Array | None, step: Callable[[Chunk, Any], Any],
+    first: Callable[[Chunk], Any],
+) -> Any:  # fmt: skip
+    """Run over the `length` lanes of a tile in chunks: `first(chunk)`, then `carry = step(chunk, carry)`."""
+    full, tail = divmod(length, chunk)
+
+    def part(i: Any, size: int) -> Chunk:
+        lanes = None if size == chunk else inside(0, chunk, size, 1)
+        return Chunk(machine, i * chunk, chunk, lanes, rows, size)
+
+    carry = first(part(0, min(length, chunk)))
+    if full > 1:
+        carry = lax.fori_loop(1, full, lambda i, c: step(part(i, chunk), c), carry)
+    return step(part(full, tail), carry) if tail and full else carry
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An array of a kernel with its block and where the block lies at a grid step."""
+
+    array: Any  # an array, or a jax.ShapeDtypeStruct of an output
+    block: tuple[int | None, ...]
+    index: Callable[..., tuple[Any, ...]]
+
+    @property
+    def spec(self) -> pl.BlockSpec:
+        """For Pallas."""
+        return pl.BlockSpec(self.block, self.index)
+
+
+def launch(
+    kernel: Callable[..., None], name: str, grid: tuple[int, ...], inputs: Sequence[Operand],
+    outputs: Sequence[Operand], machine: Machine, *, semantics: tuple[str, ...], entries: int, scratch: Sequence = (),
+) -> list[Array]:  # fmt: skip
+    """Call `kernel(*input_refs, *output_refs, *scratch_refs)`; outputs vary over the mesh axes that any input does."""
+    names = sorted(set().union(*(varying(o.array) for o in inputs)))
+    arrays = [vary(o.array, names) for o in inputs]
+    options = {"vma": frozenset(names)} if names else {}
+    return pl.pallas_call(
+        kernel,
+        name=name,
+        grid=grid,
+        in_specs=[o.spec for o in inputs],
+        out_specs=[o.spec for o in outputs],
+        out_shape=[jax.ShapeDtypeStruct(o.array.shape, o.array.dtype, **options) for o in outputs],
+        scratch_shapes=list(scratch),
+        compiler_params=machine.compiler_params(semantics, entries),
+        interpret=machine.interpret,
+    )(*arrays)
+
+
+def output(shape: tuple[int, ...], dtype: Any, block: tuple[int | None, ...], index: Callable) -> Operand:
+    """An output of a kernel."""
+    return Operand(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), block, index)
+
+
+def widened(t: Array) -> Array:
+    """`t` in the dtype that kernels compute in."""
+    return t.astype(wide_dtype(t.dtype))
+
+
+def rows_per_tile(rows: int, wanted: int, machine: Machine) -> int:
+    """`wanted` rows (at least 1, at most `rows`), rounded to what the machine's tiles allow."""
+    wanted = max(1, min(wanted, rows))
+    if machine.power_of_two:
+        return 1 << (wanted.bit_length() - 1)
+    multiple = machine.row_multiple
+    if rows <= multiple:
+        return rows
+    return max(multiple, wanted // multiple * multiple)
+
+
+def rows_that_fit(operands: Sequence[Array], lanes: int, machine: Machine, *, size: int, extra: int) -> int:
+    """Rows of a tile of `lanes` lanes that fit with both buffers of every operand.
+
+    Args:
+      operands: as [1|A, 1|M, 1|L].
+      lanes: of the tile.
+      machine: where it runs.
+      size: entries of a full operand.
+      extra: bytes per entry of outputs and temporaries.
+    """
+    width = pl.cdiv(lanes, machine.lane_multiple) * machine.lane_multiple
+    entry = extra + sum(2 * t.dtype.itemsize for t in operands if t.size == size)
+    fixed = width * sum(2 * t.dtype.itemsize for t in operands if t.shape[2] != 1 and t.size != size)
+    columns = sum(1 for t in operands if t.shape[2] == 1 and t.shape[1] != 1)
+    row = width * entry + (machine.row_bytes // 10 * columns)
+    return max(1, (machine.tile_bytes - fixed) // row)
+
+
+def lanes_per_tile(lanes: int, wanted: int, machine: Machine) -> int:
+    """`wanted` lanes, rounded to what the machine's tiles allow: all of them, or a multiple of its lanes."""
+    if machine.power_of_two:
+        return min(pl.next_power_of_2(lanes), 1 << (max(wanted, 1).bit_length() - 1))
+    if lanes <= wanted:
+        return lanes
+    return max(machine.lane_multiple, wanted // machine.lane_multiple * machine.lane_multiple)
