@@ -154,4 +154,4 @@ def test_a_kernel_that_does_not_fit_is_an_error_and_not_a_note(monkeypatch):
     monkeypatch.setattr(resnet_step, "resnet50", functools.partial(DeepResNet, stage_sizes=(1,), block=Bottleneck))
 
     with pytest.raises(resnet_step.CapacityError, match="needs .* unified buffer"):
-        resnet_step.lay_out.__wrapped__("kernels", batch=2)
+        resnet_step.lay_out.__wrapped__("lean", batch=2)
