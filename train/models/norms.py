@@ -1,4 +1,4 @@
-"""Two small classifiers with the norm chosen by name.
+"""Which norm a model builds, by name, and how many rows share its statistics.
 
 The one line that differs from a Flax model is the import of the norm layers: `normlib.linen` has the same names,
 arguments and parameter layout, and adds `virtual_batch_size`: rows that share statistics, inside a device or across
@@ -7,19 +7,15 @@ devices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float
 
 from normlib import linen as norm
 from train.errors import ConfigError
 
 NormName = Literal["local_bn", "sync_bn", "ghost_bn", "group_norm", "layer_norm"]
-ModelName = Literal["mlp", "resnet"]
 NORMS: tuple[NormName, ...] = get_args(NormName)
 BATCH_NORMS: tuple[NormName, ...] = ("local_bn", "sync_bn", "ghost_bn")
 
@@ -103,65 +99,3 @@ class NormChoice:
             axis_name=self.axis_name if span is not None and span > seen else None,
             virtual_batch_size=span if span not in (seen, total) else None,
         )
-
-
-class MLP(nn.Module):
-    """Dense layers, each with norm and ReLU, then a dense layer of logits. `[N, H, W, C]` → `[N, classes]`."""
-
-    norm: NormChoice
-    classes: int = 10
-    widths: Sequence[int] = (128, 128, 128)
-
-    @nn.compact
-    def __call__(self, images: Float[Array, "n h w c"], *, train: bool) -> Float[Array, "n classes"]:
-        x = images.reshape(images.shape[0], -1)
-        for width in self.widths:
-            x = nn.relu(self.norm.layer(train=train)(nn.Dense(width)(x)))
-        return nn.Dense(self.classes)(x)
-
-
-class Block(nn.Module):
-    """Residual block: two 3×3 convolutions; a 1×1 convolution on the short cut where the shape changes."""
-
-    norm: NormChoice
-    width: int
-    stride: int = 1
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "n h w c"], *, train: bool) -> Float[Array, "n h2 w2 c2"]:
-        strides = (self.stride, self.stride)
-        y = nn.Conv(self.width, (3, 3), strides, use_bias=False)(x)
-        y = nn.relu(self.norm.layer(train=train)(y))
-        y = nn.Conv(self.width, (3, 3), use_bias=False)(y)
-        y = self.norm.layer(train=train)(y)
-        if x.shape != y.shape:
-            x = self.norm.layer(train=train)(nn.Conv(self.width, (1, 1), strides, use_bias=False)(x))
-        return nn.relu(x + y)
-
-
-class ResNet(nn.Module):
-    """Small residual network for images of 8×8 to 32×32 pixels. `[N, H, W, C]` → `[N, classes]`."""
-
-    norm: NormChoice
-    classes: int = 10
-    widths: Sequence[int] = (16, 32, 64)
-
-    @nn.compact
-    def __call__(self, images: Float[Array, "n h w c"], *, train: bool) -> Float[Array, "n classes"]:
-        x = nn.Conv(self.widths[0], (3, 3), use_bias=False)(images)
-        x = nn.relu(self.norm.layer(train=train)(x))
-        for stage, width in enumerate(self.widths):
-            x = Block(self.norm, width, stride=1 if stage == 0 else 2)(x, train=train)
-        return nn.Dense(self.classes)(jnp.mean(x, axis=(1, 2)))
-
-
-def build(name: ModelName, norm_choice: NormChoice, *, classes: int) -> nn.Module:
-    """The model called `name`.
-
-    Raises:
-      ConfigError: an unknown name.
-    """
-    models = {"mlp": MLP, "resnet": ResNet}
-    if name not in models:
-        raise ConfigError(f"`model` is {name!r}; expected one of {', '.join(models)}.")
-    return models[name](norm=norm_choice, classes=classes)
