@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from normlib import _arguments as check
 from normlib import passes
 from normlib._deferred import Deferred
 from normlib._forward import Config, apply, by_channel, effective, folded, pooled, wide_or_none
@@ -81,7 +82,7 @@ def composed(
     dtype = output_dtype(jnp.result_type(*terms))
     terms = terms if added is None else [*terms, added]
     terms = [t.astype(output_dtype(t.dtype)) for t in terms]
-    out = jnp.dtype(dtype if out_dtype is None else out_dtype).name
+    out = check.result_dtype(out_dtype, dtype).name
     weights = (1.0,) * len(terms) if weights is None else weights
     raw = out if activation is None and behind is None else wide_dtype(dtype).name
     name = passes.current_backend() if backend is None else passes.checked(backend)

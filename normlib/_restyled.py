@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from normlib import _arguments as check
 from normlib import passes
 from normlib._forward import Config, apply, pooled
 from normlib._rules import backward
@@ -47,7 +48,7 @@ def restyled(
     Arguments as `normlib.engine.normalize`; `extras` is a pytree of floating-point arrays.
     """
     x = x.astype(output_dtype(x.dtype))
-    out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    out = check.result_dtype(out_dtype, x.dtype)
     if rule == "reverse" and not jnp.iscomplexobj(x):
         scope.check_bound()
         name = passes.current_backend() if backend is None else passes.checked(backend)

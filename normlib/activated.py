@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Num
@@ -94,7 +93,7 @@ def group_norm_silu(
     )  # fmt: skip
     where = checked_mask(where, x, sets, on_single, "group_norm_silu")
     scale, bias = (check.parameter(p, n, x, sets.channels) for p, n in ((scale, "scale"), (bias, "bias")))
-    dtype = output_dtype(x.dtype) if out_dtype is None else jnp.dtype(out_dtype)
+    dtype = check.result_dtype(out_dtype, x.dtype)
     y = composed(
         [x], scale, bias, axes=sets.reduced, eps=check.epsilon(eps), where=where, scale_offset=scale_offset,
         scope=sets.scope, activation=Swish(check.number(beta, "beta")), rule=rule, rescale=rescale, backend=backend,

@@ -90,7 +90,7 @@ def ada_layer_norm(
     scale, bias = (check.parameter(p, n, x, last) for p, n in ((scale, "scale"), (bias, "bias")))
     scale, bias, offset = combined(scale, bias, mod_scale, mod_shift, scale_offset, x)
     where = check.mask(where, x)
-    dtype = output_dtype(x.dtype) if out_dtype is None else jnp.dtype(out_dtype)
+    dtype = check.result_dtype(out_dtype, x.dtype)
     out = normalize(
         x, scale, bias, axes=last, eps=check.epsilon(eps), where=where, scale_offset=offset, rule=rule,
         rescale=rescale, batch_invariant=batch_invariant, backend=backend, out_dtype=quantize.out_dtype(quant, dtype),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Num
 
@@ -12,7 +11,6 @@ from normlib import _arguments as check
 from normlib import quantize
 from normlib._batch import batch_normalized, stored_normalized
 from normlib.moments import Moments
-from normlib.precision import output_dtype
 
 
 class BatchNormOutput(NamedTuple):
@@ -159,7 +157,7 @@ def batch_norm_inference(
     """
     x = check.array(x)
     channels = check.axes(axis, x.ndim)
-    dtype = output_dtype(x.dtype) if out_dtype is None else jnp.dtype(out_dtype)
+    dtype = check.result_dtype(out_dtype, x.dtype)
     given = quantize.out_dtype(quant, dtype)
     y = stored_normalized(
         x, mean, var, scale, bias, channels=channels, eps=eps, scale_offset=scale_offset, out_dtype=given

@@ -19,12 +19,14 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from normlib import _arguments as check
 from normlib import passes
 from normlib._forward import Config, effective, folded, forward, wide_or_none
 from normlib._rules import both, reverse
+from normlib._sharding import splits
 from normlib.moments import Moments
-from normlib.precision import output_dtype, wide, wide_dtype
-from normlib.scope import LOCAL, Scope, cast, vary_typed
+from normlib.precision import output_dtype, wide
+from normlib.scope import LOCAL, Scope, vary_typed
 
 RULES: dict[str, Callable] = {"reverse": reverse, "both": both, "autodiff": forward}
 RESCALE_ABOVE = 2.0**40  # squares of float32 overflow at 2**64; ordinary rows keep a factor of exactly 1
@@ -101,16 +103,19 @@ def normalize(
     for name, array in (("scale", scale), ("bias", bias), ("where", where)):
         if array is not None and jnp.broadcast_shapes(array.shape, x.shape) != x.shape:
             raise ValueError(f"`{name}` of shape {array.shape} does not broadcast to x's shape {x.shape}.")
+    if batch_invariant and any(splits(x)[a] for a in axes):
+        raise ValueError(
+            "`batch_invariant` needs each row whole on one device, but x is sharded along its reduced axes over "
+            f"{sorted({n for a in axes for n in splits(x)[a]})}: reshard x first, or leave `batch_invariant` False."
+        )
     scope.check_bound()
     config = Config(
         axes, centered, scale_offset, scope, batch_invariant,
         passes.current_backend() if backend is None else passes.checked(backend),
-        None if out_dtype is None else jnp.dtype(out_dtype).name,
+        None if out_dtype is None else check.result_dtype(out_dtype, x.dtype).name,
     )  # fmt: skip
     x = x.astype(output_dtype(x.dtype))
     room = jnp.asarray(eps, wide(x).real.dtype)
-    if shift is not None:
-        shift = cast(shift, wide_dtype(x.dtype))
     factor = _power_of_two(x, where, config) if rescale else None
     if factor is not None:
         by_entry = scope.expand(factor, x.shape[scope.channel_axis]) if x.ndim else factor
