@@ -137,7 +137,7 @@ def conv_batch_norm_relu(
       padding: "SAME", "VALID", or (low, high) for each spatial axis.
       kernel_dilation: distance of the window's taps, one number or one each.
       feature_group_count: groups of the convolution.
-      eps: added to the variance inside the root, in units of z squared.
+      eps: added to the variance inside the root, in units of z squared; with 0 a set of equal entries is NaN.
       where: bool, broadcastable to z: which positions are measured.
       axis_name, axis_index_groups, shift, method, on_single, rule, rescale, backend: as `normlib.batch_norm`.
 

@@ -64,7 +64,7 @@ def ada_layer_norm(
       scale: `[H]` of the norm itself, or None for ones.
       bias: `[H]`, or None for zeros.
       scale_offset: 1 as ops-nn and DiT, or 0 where `mod_scale` is the whole factor.
-      eps: added to the variance inside the root, in units of x squared.
+      eps: added to the variance inside the root, in units of x squared; with 0 a set of equal entries is NaN.
       where: bool, broadcastable to x: which entries are measured.
       rule, rescale, batch_invariant, backend: as `normlib.layer_norm`.
       return_moments: return `RowNormOutput(y, moments)` instead of y.
@@ -111,7 +111,7 @@ def ada_layer_norm_zero(
       x: `[B..., S, H]`.
       modulation: `[B..., 3 H]`, `[B..., 1, 3 H]` or `[B..., S, 3 H]`: shift, scale and gate side by side, the output
         of a projection that starts at zero, so that every block starts as the identity.
-      eps: added to the variance inside the root, in units of x squared.
+      eps: added to the variance inside the root, in units of x squared; with 0 a set of equal entries is NaN.
       rule, backend: as `normlib.layer_norm`.
 
     Returns:

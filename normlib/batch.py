@@ -56,7 +56,7 @@ def batch_norm(
       scale: `[C]` (the shape of x along `axis`), or of x's rank and broadcastable to it, or None for ones.
       bias: likewise, or None for zeros.
       axis: channel axis or axes; every other axis is reduced.
-      eps: added to the variance inside the root, in units of x squared.
+      eps: added to the variance inside the root, in units of x squared; with 0 a set of equal entries is NaN.
       where: bool, broadcastable to x: which entries are measured. Others are mapped with the same statistics and enter
         none. A mask of lower rank stands for x's first axes.
       scale_offset: added to `scale` in float32.
@@ -133,7 +133,7 @@ def batch_norm_inference(
       scale: `[C]` or of x's rank and broadcastable to it, or None for ones.
       bias: likewise, or None for zeros.
       axis: channel axis or axes.
-      eps: added to the variance inside the root, in units of x squared.
+      eps: added to the variance inside the root, in units of x squared; with 0 a set of equal entries is NaN.
       scale_offset: added to `scale` in float32.
       out_dtype: dtype of y, rounded once from float32; x's where None.
       quant: quantise y: a `normlib.Static`, `Dual`, `Dynamic`, `Asymmetric`, `MX` or `StraightThrough`. Its scales are

@@ -72,7 +72,7 @@ def normalize(
       scale: of x's rank, broadcastable to x, or None for ones.
       bias: likewise, or None for zeros.
       axes: non-negative axes to reduce.
-      eps: added to the variance inside the root, in units of x squared.
+      eps: added to the variance inside the root, in units of x squared; with 0 a set of equal entries is NaN.
       centered: False keeps the mean in (RMS).
       where: bool of x's rank, broadcastable to x: which entries are measured; None for all.
       scale_offset: added to `scale` in float32 (1 for gemma-style and adaptive norms).

@@ -86,7 +86,7 @@ def add_layer_norm(
       bias: likewise, or None for zeros.
       sum_bias: likewise, added to the sum before it is measured, or None.
       axis: normalised axis or axes.
-      eps: added to the variance inside the root, in units of x squared.
+      eps: added to the variance inside the root, in units of x squared; with 0 a set of equal entries is NaN.
       where: bool, broadcastable to x1: which entries are measured.
       scale_offset: added to `scale` in float32.
       residual_round_first: round s to its dtype before it is measured, as an unfused sum would be. False: statistics

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 
+import normlib.linen
 import normlib.nnx
 
 pytestmark = pytest.mark.fast
@@ -42,11 +44,16 @@ def test_a_momentum_is_checked_when_the_layer_is_built(momentum, error):
         normlib.nnx.BatchNorm(8, momentum=momentum, rngs=nnx.Rngs(0))
 
 
-def test_a_mask_of_numbers_measures_where_it_is_not_zero_as_in_flax():
+def test_a_mask_of_numbers_measures_where_it_is_not_zero():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 8)), jnp.float32)
     mask = np.arange(8) < 5
-    for layer in (normlib.nnx.LayerNorm, nnx.LayerNorm):
-        y = layer(8, rngs=nnx.Rngs(0))(x, mask=jnp.asarray(mask, jnp.float32) * 0.5)
-        kept = np.float64(x)[:, mask]
-        want = (np.float64(x) - kept.mean(1, keepdims=True)) / np.sqrt(kept.var(1, keepdims=True) + 1e-6)
-        np.testing.assert_allclose(y, want, rtol=2e-5, atol=2e-6)
+    numbers = jnp.asarray(mask, jnp.float32) * 0.5
+    kept = np.float64(x)[:, mask]
+    want = (np.float64(x) - kept.mean(1, keepdims=True)) / np.sqrt(kept.var(1, keepdims=True) + 1e-6)
+    outputs = {
+        "nnx": normlib.nnx.LayerNorm(8, rngs=nnx.Rngs(0))(x, mask=numbers),
+        "linen": normlib.linen.LayerNorm().init_with_output(jax.random.key(0), x, mask=numbers)[0],
+        "flax.linen": nn.LayerNorm().init_with_output(jax.random.key(0), x, mask=numbers)[0],  # flax.nnx refuses them
+    }
+    for name, y in outputs.items():
+        np.testing.assert_allclose(y, want, rtol=2e-5, atol=2e-6, err_msg=name)
