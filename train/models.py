@@ -7,10 +7,12 @@ devices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
@@ -165,3 +167,32 @@ def build(name: ModelName, norm_choice: NormChoice, *, classes: int) -> nn.Modul
     if name not in models:
         raise ConfigError(f"`model` is {name!r}; expected one of {', '.join(models)}.")
     return models[name](norm=norm_choice, classes=classes)
+
+
+def single_value_norms(model: nn.Module, choice: NormChoice, image_shape: Sequence[int]) -> list[str]:
+    """Paths of the batch norms that would train on one value per channel, whose output is their bias whatever x is.
+
+    Args:
+      model: as `build` makes it.
+      choice: its norm.
+      image_shape: `[H, W, C]` of one image.
+
+    Returns:
+      Names such as "BatchNorm_0", in the order in which they are called; traced, never run.
+
+    >>> local = NormChoice("local_bn", rows_per_device=1, devices=8)
+    >>> single_value_norms(build("mlp", local, classes=10), local, (8, 8, 1))
+    ['BatchNorm_0', 'BatchNorm_1', 'BatchNorm_2']
+    """
+    found: list[str] = []
+
+    def noticed(call, args, kwargs, context):
+        called = isinstance(context.module, norm.BatchNorm) and context.method_name == "__call__"
+        if called and choice.span * math.prod(args[0].shape[1:-1]) == 1:
+            found.append("/".join(context.module.path))
+        return call(*args, **kwargs)
+
+    image = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
+    with nn.intercept_methods(noticed):
+        jax.eval_shape(lambda key, x: model.init(key, x, train=False), jax.random.key(0), image)
+    return found
