@@ -160,7 +160,7 @@ def precise_batch_stats(
     Args:
       measure: batch -> tree of Moments, one node per batch norm: this device's own entries. Compile it (jax.jit):
 
-            jax.jit(lambda batch: linen_tools.applywith_moments(model, variables, batch)[1])
+            jax.jit(lambda batch: linen_tools.apply_with_moments(model, variables, batch)[1])
 
         Layers see what the network feeds them in the mode in which `measure` runs it, training mode as a rule.
       batches: the stream, read once. Inside jax.shard_map a list (or array, along its first axis) of local batches.
