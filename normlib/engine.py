@@ -11,9 +11,11 @@ Backward, with g = dy * (scale + scale_offset), A = sum(g), B = sum(g * xhat) ov
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -123,12 +125,18 @@ def normalize(
         # not below the smallest normal number, or a constant row would be divided by 0
         room = jnp.maximum(room * jnp.square(factor), jnp.where(room > 0, jnp.finfo(room.dtype).tiny, 0))
         shift = None if shift is None else shift * factor
-    run = RULES["autodiff" if jnp.iscomplexobj(x) else rule]
-    y, own, total = run(config, x, scale, bias, where, shift, room)
+    rule = "autodiff" if jnp.iscomplexobj(x) else rule
+    y, own, total = _run(rule, config, x, scale, bias, where, shift, room)
     if factor is not None:
         y = y.astype(out_dtype or dtype)
         own, total = _unscaled(own, factor), _unscaled(total, factor)
     return Normalized(y, own, total if scope.has_total else own)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _run(rule: str, config: Config, *arrays):
+    """One program for a norm that is called outside of jit: some sixty small ones would take seconds to compile."""
+    return RULES[rule](config, *arrays)
 
 
 def affine(
