@@ -12,6 +12,7 @@ from train.models.norms import BATCH_NORMS as BATCH_NORMS
 from train.models.norms import NORMS as NORMS
 from train.models.norms import NormChoice as NormChoice
 from train.models.norms import NormName as NormName
+from train.models.norms import single_value_norms as single_value_norms
 from train.models.resnet import Bottleneck as Bottleneck
 from train.models.resnet import DeepResNet as DeepResNet
 from train.models.resnet import ResidualBlock as ResidualBlock

@@ -7,9 +7,13 @@ devices.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import jax
+import jax.numpy as jnp
 from flax import linen as nn
 
 from normlib import linen as norm
@@ -99,3 +103,33 @@ class NormChoice:
             axis_name=self.axis_name if span is not None and span > seen else None,
             virtual_batch_size=span if span not in (seen, total) else None,
         )
+
+
+def single_value_norms(model: nn.Module, choice: NormChoice, image_shape: Sequence[int]) -> list[str]:
+    """Paths of the batch norms that would train on one value per channel, whose output is their bias whatever x is.
+
+    Args:
+      model: as `build` makes it.
+      choice: its norm.
+      image_shape: `[H, W, C]` of one image.
+
+    Returns:
+      Names such as "BatchNorm_0", in the order in which they are called; traced, never run.
+
+    >>> from train.models import build
+    >>> local = NormChoice("local_bn", rows_per_device=1, devices=8)
+    >>> single_value_norms(build("mlp", local, classes=10), local, (8, 8, 1))
+    ['BatchNorm_0', 'BatchNorm_1', 'BatchNorm_2']
+    """
+    found: list[str] = []
+
+    def noticed(call, args, kwargs, context):
+        called = isinstance(context.module, norm.BatchNorm) and context.method_name == "__call__"
+        if called and choice.span * math.prod(args[0].shape[1:-1]) == 1:
+            found.append("/".join(context.module.path))
+        return call(*args, **kwargs)
+
+    image = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
+    with nn.intercept_methods(noticed):
+        jax.eval_shape(lambda key, x: model.init(key, x, train=False), jax.random.key(0), image)
+    return found
