@@ -113,8 +113,8 @@ def _traps(k: KernelResult, chip: ChipSpec) -> list[Hint]:
     if k.conflict_us > 0.05 * k.core_us:
         out.append(
             Hint(
-                f"{k.name}: bank conflicts take {k.conflict_us:.1f} us of V; move one operand by 256 B, or the result to "
-                "another bank",
+                f"{k.name}: bank conflicts take {k.conflict_us:.1f} us of V; move one operand by 256 B, or the result "
+                "to another bank",
                 0.0,
             )
         )
