@@ -43,7 +43,7 @@ FUSING = {
 REDUCING = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "reduce_and", "reduce_or"}
 COLLECTIVE = {
     "psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant",
-    "reduce_scatter", "all_to_all", "ppermute", "pbroadcast",
+    "reduce_scatter", "all_to_all", "ppermute", "pbroadcast", "reshard",
 }
 # fmt: on
 _UNMOVED = FREE | {"axis_index", "pcast", "create_token", "mesh_cast", "sharding_constraint"}
