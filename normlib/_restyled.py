@@ -24,7 +24,7 @@ from normlib import passes
 from normlib._forward import Config, apply, pooled
 from normlib._rules import backward
 from normlib._varying import like
-from normlib.engine import Normalized, affine, normalize
+from normlib.engine import Normalized, normalize
 from normlib.moments import Moments
 from normlib.precision import output_dtype, wide
 from normlib.scope import LOCAL, Scope
@@ -61,7 +61,8 @@ def restyled(
         )  # fmt: skip
         own = found.moments
         k, t = style(own, extras)
-        return affine(wide(x), own.mean, own.rstd(eps), k, t, low=own.low).astype(out), own, found.total
+        y = passes.xla.apply(wide(x), own.mean, own.low, own.rstd(eps), k, t, where=where, dtype=out)
+        return y, own, found.total
 
     # a checkpoint around a rule that has its own inside fails on jax 0.12
     run = composed if rule == "both" else jax.checkpoint(composed)
