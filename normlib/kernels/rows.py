@@ -17,7 +17,7 @@ from jaxtyping import Array
 from normlib.kernels.affine import affine_tile, as_bytes
 from normlib.kernels.machine import Machine
 from normlib.kernels.phases import Columns, Out, Phase, run_rows, tiling
-from normlib.kernels.tile import Chunk, widened
+from normlib.kernels.tile import Chunk, weighted, widened
 from normlib.kernels.view import View
 from normlib.moments import two_sum
 
@@ -49,7 +49,7 @@ def row_norm(
     Args:
       terms: arrays that broadcast to `view.shape`, the first of that shape.
       scale, bias, where, behind: of the same rank and broadcastable to it, or None; `behind` is added after the norm.
-      view: how the shape is seen as [A, M, L]; L is normalised.
+      view: how the shape is seen as [A, M, L]; L is normalised, or M and L where it is pooled.
       eps: added to the variance; a number, or an array: a scalar, or one value per row in x's rank.
       machine: where it runs.
       centered: False keeps the mean in.
@@ -66,11 +66,11 @@ def row_norm(
     weights = tuple(weights or (1.0,) * len(terms))
     dynamic = None if isinstance(eps, int | float) else eps
     given = [*terms, scale, bias, where, behind]
-    arrays = [as_bytes(view.array(t)) for t in given if t is not None]
+    arrays = [as_bytes(view.array(t, periodic=True)) for t in given if t is not None]
     if dynamic is not None:
-        arrays.append(view.array(jnp.reshape(dynamic, jnp.shape(dynamic) or (1,) * x.ndim)))
+        arrays.append(view.array(jnp.reshape(dynamic, jnp.shape(dynamic) or (1,) * x.ndim), periodic=True))
     body = _Body(
-        view.tile_shape[2], len(terms), weights, [t is not None for t in given[len(terms) :]], dynamic is not None,
+        view, len(terms), weights, [t is not None for t in given[len(terms) :]], dynamic is not None,
         eps if dynamic is None else None, centered, activation, residual_dtype, round_first,
     )  # fmt: skip
     full = [t for t in arrays if t.size == x.size]
@@ -78,11 +78,13 @@ def row_norm(
     moving += 2 * jnp.dtype(residual_dtype).itemsize if residual_dtype is not None else 0
     moving += sum(2 * t.dtype.itemsize for t in arrays if t.shape[2] != 1 and t.size != x.size)
     tile = tiling(
-        view.tile_shape, machine, moving=moving, temporary=16, rows=rows, chunk=chunk, residency=residency
+        view.tile_shape, machine, moving=moving, temporary=16 if activation is None else 24, rows=rows, chunk=chunk,
+        residency=residency, pooled=view.pooled,
     )  # fmt: skip
+    assert tile is not None  # only sums over rows may not fit
     wide = widened(x[:0]).dtype if x.ndim else jnp.float32
     kept = [i for i, use in enumerate((where is not None, centered, centered, True, True)) if use]
-    outs = [Out(dtype), Out(wide, columns=len(kept))]
+    outs = [Out(dtype), Out(wide, columns=len(kept), single=view.pooled)]
     outs += [Out(residual_dtype)] if residual_dtype is not None else []
     y, columns, *rest = run_rows(
         body.phases(), view, arrays, outs, tile, machine=machine, columns=lambda done: tuple(done[i] for i in kept),
@@ -95,10 +97,12 @@ def row_norm(
 
 
 class _Body:
-    """The phases of a row norm of length n. Refs: terms, scale, bias, where, behind, eps (those given), y, residual."""
+    """The phases of a row norm. Refs: terms, scale, bias, where, behind, eps (those given), y, residual."""
 
-    def __init__(self, n, terms, weights, given, dynamic, eps, centered, activation, residual_dtype, round_first):
-        self.n, self.terms, self.weights, self.given, self.dynamic = n, terms, weights, given, dynamic
+    def __init__(self, view, terms, weights, given, dynamic, eps, centered, activation, residual_dtype, round_first):
+        _, m, l = view.tile_shape
+        self.pooled, self.n = view.pooled, m * l if view.pooled else l
+        self.terms, self.weights, self.given, self.dynamic = terms, weights, given, dynamic
         self.eps, self.centered, self.activation = eps, centered, activation
         self.residual_dtype, self.round_first = residual_dtype, round_first
 
@@ -118,12 +122,7 @@ class _Body:
 
     def sum_of(self, chunk: Chunk, refs: Sequence[Any], *, clean: bool = False) -> Array:
         """The weighted sum of the terms, rounded first where asked."""
-        total = None
-        for ref, w in zip(refs, self.weights):
-            t = widened(chunk.read(ref, clean=clean))
-            t = t if w == 1 else t * w
-            total = t if total is None else total + t
-        assert total is not None
+        total = weighted([widened(chunk.read(ref, clean=clean)) for ref in refs[: self.terms]], self.weights)
         return total.astype(self.residual_dtype).astype(total.dtype) if self.round_first else total
 
     def measured(self, chunk: Chunk, refs: Sequence[Any]) -> tuple[Any, Array, Array]:
@@ -149,6 +148,8 @@ class _Body:
         count, mean, d = self.measured(chunk, refs)
         m2 = jnp.sum(d * d, 1, keepdims=True)
         counts = jnp.full_like(mean, count) if isinstance(count, float) else count
+        if self.pooled and chunk.rows is not None:
+            counts = jnp.where(chunk.rows, counts, 0.0)
         if not self.centered:
             return counts, mean, mean, m2
         rest = jnp.sum(d, 1, keepdims=True)
@@ -170,7 +171,7 @@ class _Body:
 
     def end(self, refs: Sequence[Any], carry: Columns, done: Columns) -> Columns:
         """(count, mean, low, m2, rstd)."""
-        count, mean, low, m2 = carry
+        count, mean, low, m2 = pooled_rows(*carry, self.centered) if self.pooled else carry
         masked = self.given[2]
         var = m2 / (jnp.maximum(count, 1.0) if masked else float(self.n))
         eps = widened(refs[self.terms + sum(self.given)][...]) if self.dynamic else self.eps
@@ -194,3 +195,18 @@ class _Body:
         for ref in rest:
             chunk.write(ref, s)
         return ()
+
+
+def pooled_rows(count: Array, mean: Array, low: Array, m2: Array, centered: bool) -> Columns:
+    """(count, mean, low, m2), `[1, 1]`, of the entries of all rows together."""
+    n = jnp.sum(count, 0, keepdims=True)
+    if not centered:
+        zero = jnp.zeros_like(n)
+        return n, zero, zero, jnp.sum(m2, 0, keepdims=True)
+    safe = jnp.maximum(n, 1.0)
+    k = jnp.sum(mean * count, 0, keepdims=True) / safe
+    d = (mean - k) + low
+    s1 = jnp.sum(count * d, 0, keepdims=True)
+    part = s1 / safe
+    m2 = jnp.sum(m2 + count * (d * d), 0, keepdims=True) - s1 * part
+    return n, *two_sum(k, part), jnp.maximum(m2, 0.0)
