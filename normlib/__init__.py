@@ -81,6 +81,8 @@ from normlib.population import merge_devices as merge_devices
 from normlib.population import merge_moments as merge_moments
 from normlib.population import precise_batch_stats as precise_batch_stats
 from normlib.precision import recommended_eps as recommended_eps
+from normlib.profiling import profile as profile
+from normlib.profiling import profile_step as profile_step
 from normlib.quantize import MX as MX
 from normlib.quantize import Asymmetric as Asymmetric
 from normlib.quantize import Dual as Dual

@@ -10,10 +10,20 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from normlib.kernels.machine import Machine
-from normlib.kernels.tile import Chunk, Operand, inside, lanes_per_tile, launch, output, rows_per_tile, widened
+from normlib.kernels.tile import (
+    Chunk,
+    Operand,
+    inside,
+    lanes_per_tile,
+    launch,
+    output,
+    rows_per_tile,
+    rows_that_fit,
+    widened,
+)
 from normlib.kernels.view import elements_of
 
-MOST_LANES = 4096  # a longer tile makes longer instructions, which gain nothing
+MOST_LANES = 2048  # a longer tile makes longer instructions, which gain nothing
 
 
 def elementwise(
@@ -34,10 +44,11 @@ def elementwise(
     present = [t for t in operands if t is not None]
     view = elements_of(x.shape, [t.shape for t in present])
     a, m, l = view.tile_shape
-    # every full operand twice, the result twice, float32 for three temporaries
-    size = sum(2 * t.dtype.itemsize for t in present if t.size == x.size) + 2 * jnp.dtype(dtype).itemsize + 12
+    arrays = [as_bytes(view.array(t)) for t in present]
     lanes = lanes_per_tile(l, chunk or MOST_LANES, machine)
-    tile = rows_per_tile(m, rows or machine.tile_bytes // (size * lanes), machine)
+    # the result twice, float32 for three temporaries
+    fit = rows_that_fit(arrays, lanes, machine, size=x.size, extra=2 * jnp.dtype(dtype).itemsize + 12)
+    tile = rows_per_tile(m, rows or fit, machine)
 
     def kernel(*refs: Any) -> None:
         ins, (out,) = list(refs[:-1]), refs[-1:]
@@ -57,7 +68,7 @@ def elementwise(
     out = output((a, m, l), dtype, (None, tile, lanes), lambda i, j, k: (i, j, k))
     (y,) = launch(
         kernel, name, (a, pl.cdiv(m, tile), pl.cdiv(l, lanes)),
-        [operand(as_bytes(view.array(t))) for t in present], [out], machine,
+        [operand(t) for t in arrays], [out], machine,
         semantics=("parallel", "parallel", "parallel"), entries=tile * lanes,
     )  # fmt: skip
     return y.reshape(x.shape)

@@ -27,6 +27,8 @@ class Machine:
       masked: loads and stores must be masked beyond the end of an array.
       sequential: grid steps run in order on one core and a block that is visited again keeps its values.
       interpret: run in Pallas' interpreter.
+      row_bytes: bytes that a row of a tile takes besides its entries (padding of columns, work space of reductions).
+      tuner: chooses among tilings of rows by what they cost (`normlib.passes.tuner`); None for the first that fits.
       num_warps: warps of a Triton program; None leaves it to the tile's size.
 
     >>> MACHINES["gpu"].power_of_two, MACHINES["npu"].sequential
@@ -41,6 +43,8 @@ class Machine:
     masked: bool = False
     sequential: bool = True
     interpret: bool = False
+    row_bytes: int = 0
+    tuner: Any = None
     num_warps: int | None = None
 
     def replace(self, **changes: Any) -> Machine:
@@ -58,7 +62,7 @@ class Machine:
 # The unified buffer of an A2 core is 192 KiB, of which the fit-check of sim_npu must find all tiles inside; a v5e core
 # has 16 MiB of VMEM for Pallas; a Triton program keeps its tile in registers and shared memory.
 MACHINES: dict[str, Machine] = {
-    "npu": Machine("npu", 160 * 1024, lane_multiple=16),
+    "npu": Machine("npu", 180 * 1024, lane_multiple=16, row_bytes=640),
     "tpu": Machine("tpu", 8 << 20, row_multiple=16, lane_multiple=128),
     "gpu": Machine("gpu", 128 * 1024, power_of_two=True, masked=True, sequential=False),
     "cpu": Machine("cpu", 1 << 20, interpret=True),

@@ -8,7 +8,7 @@ axes of the grid, the carry lives in scratch, and every phase reads the row agai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -44,57 +44,113 @@ class Phase:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How rows are cut: `rows` per tile, `chunk` lanes at a time, `streamed` where a row does not stay."""
+    """How rows are cut: `rows` per tile, `chunk` lanes at a time, `streamed` where a row does not stay.
+
+    `others` are further tilings that fit, for a tuner to choose from.
+    """
 
     rows: int
     chunk: int
     streamed: bool
+    others: tuple[Tiling, ...] = ()
+
+
+CORES = 48  # a tile is no larger than leaves one for every core
+CHUNKS = (4096, 2048, 1024)
+STREAMED = (2048, 4096, 1024)  # several rows of 2048 beat one of 4096 on the simulator
 
 
 def tiling(
-    shape: tuple[int, int, int], machine: Machine, *, moving: int, temporary: int,
-    rows: int | None = None, chunk: int | None = None, residency: str | None = None, fixed: int = 0,
-    pooled: bool = False,
-) -> Tiling | None:  # fmt: skip
+    shape: tuple[int, int, int], machine: Machine, *, moving: int, temporary: int, fixed: int = 0,
+    rows: int | None = None, chunk: int | None = None, residency: str | None = None, pooled: bool = False,
+) -> Tiling:  # fmt: skip
     """What fits: whole rows with their temporaries, else resident rows in chunks, else streamed rows.
 
     Args:
       shape: (A, M, L).
       machine: where it runs.
-      moving: bytes per element that stay for the row: every operand and output, twice.
+      moving: bytes per element that stay for the row: operands and outputs of the full shape, twice.
       temporary: bytes per element of float32 values in use at once.
+      fixed: bytes per lane that a tile holds once: operands of one row, twice.
       rows, chunk, residency: asked for, or None.
-      fixed: bytes per lane, whatever the number of rows; such rows are not streamed: None if they do not stay.
-      pooled: a tile holds all rows.
+      pooled: a tile holds all M rows; see `pooled_fits`.
     """
     _, m, l = shape
-    least = _all_rows(m, machine) if pooled else rows_per_tile(m, 1, machine)
-    budget = machine.tile_bytes - fixed * l
-
-    def some(fit: int) -> int:
-        return least if pooled else rows_per_tile(m, rows or fit, machine)
-
     if machine.masked:  # a block is a pointer there: nothing has to stay
-        lanes = lanes_per_tile(l, chunk or max(16, 4096 // least), machine)
-        return Tiling(some(max(1, 4096 // lanes)), lanes, False)
+        together = _all_rows(m, machine) if pooled else 1
+        lanes = lanes_per_tile(l, chunk or max(16, 4096 // together), machine)
+        return Tiling(together if pooled else rows_per_tile(m, rows or max(1, 4096 // lanes), machine), lanes, False)
+    if rows is not None and chunk is None and residency == "row":
+        return Tiling(rows_per_tile(m, rows, machine), l, False)
+    cuts = _Cuts(m, l, machine, moving, temporary, fixed, pooled)
+    chunks = [chunk] if chunk is not None else list(CHUNKS)
+    found: list[Tiling] = []
     if residency != "stream":
-        if chunk is None and least * l * (moving + temporary) <= budget:
-            return Tiling(some(_share(m, budget // (l * (moving + temporary)))), l, False)
-        lanes = lanes_per_tile(l, chunk or 1024, machine)
-        padded = pl.cdiv(l, lanes) * lanes
-        fit = (budget - least * lanes * temporary) // (padded * moving)
-        if fit >= least or residency == "row":
-            return Tiling(some(min(_share(m, fit), 16)), lanes, False)
-    if fixed:
-        return None
-    lanes = lanes_per_tile(l, chunk or min(4096, budget // (least * (moving + temporary))), machine)
-    fit = budget // (lanes * (moving + temporary))
-    return Tiling(some(min(max(fit, 1), least)), lanes, True)
+        if chunk is None:
+            found += cuts.whole()
+        found += [t for c in chunks for t in cuts.resident(c, force=residency == "row")]
+    if residency == "stream" or not found or (machine.tuner is not None and residency is None):
+        found += [t for c in (chunks if chunk is not None else STREAMED) for t in cuts.streamed(c)]
+    if not found:
+        size = (machine.tile_bytes // cuts.least - machine.row_bytes) // (moving + temporary + fixed)
+        found = [Tiling(cuts.least, lanes_per_tile(l, max(1, min(size, *chunks, 4096)), machine), True)]
+    if rows is not None and not pooled:
+        found = [replace(found[0], rows=rows_per_tile(m, rows, machine))]
+    return replace(found[0], others=tuple(found[1:]))
 
 
-CORES = 48  # tiles are made no larger than leaves one for every core
+@dataclass(frozen=True)
+class _Cuts:
+    """Tilings of rows of length l that fit a machine, the best guess of each kind first."""
+
+    m: int
+    l: int
+    machine: Machine
+    moving: int
+    temporary: int
+    fixed: int
+    pooled: bool = False
+
+    @property
+    def least(self) -> int:
+        """Fewest rows of a tile."""
+        return self.m if self.pooled else rows_per_tile(self.m, 1, self.machine)
+
+    def _tilings(self, chunk: int, bytes_per_row: int, fixed: int, streamed: bool, most: int) -> list[Tiling]:
+        least = self.least
+        fit = (self.machine.tile_bytes - fixed) // (bytes_per_row + self.machine.row_bytes)
+        if fit < least:
+            return []
+        if self.pooled:
+            return [Tiling(least, chunk, streamed)]
+        share = min(fit, max(1, pl.cdiv(self.m, CORES)), most)
+        counts = dict.fromkeys(rows_per_tile(self.m, n, self.machine) for n in (share, share // 2, share // 4) if n)
+        return [Tiling(n, chunk, streamed) for n in counts if n <= max(fit, least)]
+
+    def _padded(self, n: int) -> int:
+        return pl.cdiv(n, self.machine.lane_multiple) * self.machine.lane_multiple
+
+    def whole(self) -> list[Tiling]:
+        """A row and its temporaries at once."""
+        width = self._padded(self.l)
+        return self._tilings(self.l, width * (self.moving + self.temporary), width * self.fixed, False, 4096)
+
+    def resident(self, chunk: int, force: bool) -> list[Tiling]:
+        """A row stays, temporaries are of a chunk."""
+        lanes = lanes_per_tile(self.l, chunk, self.machine)
+        width = pl.cdiv(self.l, lanes) * lanes
+        found = self._tilings(lanes, width * self.moving + lanes * self.temporary, width * self.fixed, False, 16)
+        return found or ([Tiling(self.least, lanes, False)] if force else [])
+
+    def streamed(self, chunk: int) -> list[Tiling]:
+        """Chunks of a row come and go."""
+        lanes = lanes_per_tile(self.l, chunk, self.machine)
+        size = lanes * (self.moving + self.temporary)
+        return self._tilings(lanes, size, lanes * self.fixed, True, max(1, 8192 // lanes))
+
+
 MOST_POOLED = 1024  # rows of a tile of a Triton program
-MOST_MOVED = 64  # bytes per element of a pooled tile: four float32 operands and results, twice, and temporaries
+MOST_MOVED = 80  # bytes per element of a pooled tile: four float32 operands and results, twice, and temporaries
 
 
 def pooled_fits(view: View, machine: Machine) -> bool:
@@ -102,15 +158,11 @@ def pooled_fits(view: View, machine: Machine) -> bool:
     _, m, l = view.tile_shape
     if machine.masked:
         return _all_rows(m, machine) <= MOST_POOLED
-    return m * min(l, machine.lane_multiple) * MOST_MOVED <= machine.tile_bytes
+    return m * (machine.lane_multiple * MOST_MOVED + machine.row_bytes) <= machine.tile_bytes
 
 
 def _all_rows(m: int, machine: Machine) -> int:
     return pl.next_power_of_2(m) if machine.power_of_two else m
-
-
-def _share(m: int, fit: int) -> int:
-    return max(1, min(fit, pl.cdiv(m, CORES)))
 
 
 @dataclass(frozen=True)
@@ -137,6 +189,13 @@ def run_rows(
     then of outputs that are no columns, as one list; `columns(results)` gives the values of the one output of columns,
     in order.
     """
+    if machine.tuner is not None and tile.others:
+
+        def build(choice: Tiling, *arrays: Array) -> list[Array]:
+            untuned = machine.replace(tuner=None)
+            return run_rows(phases, view, arrays, outs, choice, name=name, machine=untuned, columns=columns)
+
+        tile = machine.tuner(name, operands, (tile, *tile.others), build)
     run = _Rows(phases, view, operands, outs, tile, machine, columns)
     options: dict[str, Any] = {"entries": tile.rows * tile.chunk}
     grid: tuple[int, ...] = (run.a, run.parts, run.turns)

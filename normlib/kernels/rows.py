@@ -76,12 +76,12 @@ def row_norm(
     full = [t for t in arrays if t.size == x.size]
     moving = sum(2 * t.dtype.itemsize for t in full) + 2 * jnp.dtype(dtype).itemsize
     moving += 2 * jnp.dtype(residual_dtype).itemsize if residual_dtype is not None else 0
-    moving += sum(2 * t.dtype.itemsize for t in arrays if t.shape[2] != 1 and t.size != x.size)
+    moving += 8 if len(terms) > 1 else 0  # the sum is one more float32 value in use
+    fixed = sum(2 * t.dtype.itemsize for t in arrays if t.shape[2] != 1 and t.size != x.size)
     tile = tiling(
-        view.tile_shape, machine, moving=moving, temporary=16 if activation is None else 24, rows=rows, chunk=chunk,
-        residency=residency, pooled=view.pooled,
+        view.tile_shape, machine, moving=moving, temporary=12 if activation is None else 20, fixed=fixed, rows=rows,
+        chunk=chunk, residency=residency, pooled=view.pooled,
     )  # fmt: skip
-    assert tile is not None  # only sums over rows may not fit
     wide = widened(x[:0]).dtype if x.ndim else jnp.float32
     kept = [i for i, use in enumerate((where is not None, centered, centered, True, True)) if use]
     outs = [Out(dtype), Out(wide, columns=len(kept), single=view.pooled)]

@@ -11,6 +11,7 @@ in the same kernel, a partial sum for each part of the rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jaxtyping import Array
 
 from normlib.kernels.affine import as_bytes, centred, grad_tile
 from normlib.kernels.machine import Machine
-from normlib.kernels.phases import Columns, Out, Phase, run_rows, tiling
+from normlib.kernels.phases import Columns, Out, Phase, Tiling, run_rows, tiling
 from normlib.kernels.tile import Chunk, weighted, widened
 from normlib.kernels.view import View
 
@@ -82,17 +83,17 @@ def row_norm_grad(
     arrays = [as_bytes(view.array(t, periodic=True)) for t in (*terms, *given) if t is not None]
     outs = [(1.0, x.dtype)] if outs is None else list(outs)
     dtypes = [dtype for _, dtype in outs] + ([] if behind_dtype is None else [behind_dtype])
-    moving = sum(2 * t.dtype.itemsize for t in arrays if t.shape[2] != 1)
-    moving += sum(2 * jnp.dtype(d).itemsize for d in dtypes)
+    moving = sum(2 * t.dtype.itemsize for t in arrays if t.size == x.size)
+    moving += sum(2 * jnp.dtype(d).itemsize for d in dtypes) + (8 if len(terms) > 1 else 0)
+    fixed = sum(2 * t.dtype.itemsize for t in arrays if t.shape[2] != 1 and t.size != x.size)
     options: dict[str, Any] = {
-        "moving": moving, "temporary": 16 if activation is None else 32, "rows": rows, "chunk": chunk,
+        "moving": moving, "temporary": 12 if activation is None else 28, "rows": rows, "chunk": chunk,
         "residency": residency, "pooled": view.pooled,
     }  # fmt: skip
     collected = tuple(wanted) if machine.sequential and not machine.masked else ()
-    tile = tiling(view.tile_shape, machine, **options, fixed=12 * len(collected)) if collected else None
-    if tile is None:
-        collected, tile = (), tiling(view.tile_shape, machine, **options)
-    assert tile is not None  # only sums over rows may not fit
+    tile = _staying(tiling(view.tile_shape, machine, **options, fixed=fixed + 12 * len(collected)))
+    if tile is None or not collected:
+        collected, tile = (), tiling(view.tile_shape, machine, **options, fixed=fixed)
     wide = widened(x[:0]).dtype if x.ndim else jnp.float32
     left = len(collected) < len(wanted)
     body = _Body(view, weights or (1.0,) * len(terms), given, activation, outs, behind_dtype, collected, by_row, left)
@@ -107,6 +108,12 @@ def row_norm_grad(
     dz = rest.pop(0) if behind_dtype is not None else None
     sums = {key: rest.pop(0)[:, :, 0] for key in collected}
     return RowGrad(ds, dz, sums, {key: rest[0][:, :, i : i + 1] for i, key in enumerate(names)})
+
+
+def _staying(tile: Tiling) -> Tiling | None:
+    """The tilings whose rows stay: sums over rows cannot be collected for chunks that come and go."""
+    found = [t for t in (replace(tile, others=()), *tile.others) if not t.streamed]
+    return replace(found[0], others=tuple(found[1:])) if found else None
 
 
 class _Body:

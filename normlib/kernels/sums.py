@@ -25,6 +25,7 @@ from normlib.kernels.tile import (
     launch,
     output,
     rows_per_tile,
+    rows_that_fit,
     widened,
 )  # fmt: skip
 from normlib.kernels.view import columns_of, last_run, rows_of
@@ -56,7 +57,8 @@ def sums(
     rest = tuple(a for a in axes if a not in run)
     options: dict[str, Any] = {"number": number, "machine": machine, "rows": rows, "chunk": chunk}
     shapes = [t.shape for t in operands if t is not None]
-    if (view := rows_of(x.shape, run, shapes)) is not None:
+    view = rows_of(x.shape, run, shapes) if any(x.shape[i] != 1 for i in run) else None
+    if view is not None:
         found = [view.back(t) for t in _row_sums(terms, view, operands, name=name, **options)]
     else:
         view = columns_of(x.shape, run)
@@ -80,20 +82,14 @@ def _loaded(chunk: Chunk, operands, refs) -> list[Array | None]:
     return values
 
 
-def _bytes(operands, shape: tuple[int, int, int], number: int) -> int:
-    """Bytes of an entry of a tile: every full operand twice, and float32 for the summands and two temporaries."""
-    full = [t for t in operands if t is not None and t.size == shape[0] * shape[1] * shape[2]]
-    return sum(2 * t.dtype.itemsize for t in full) + 4 * (number + 2)
-
-
 def _row_sums(terms, view, operands, *, number, name, machine, rows, chunk):
     a, m, l = view.tile_shape
-    size = _bytes(operands, (a, m, l), number)
     present = [as_bytes(view.array(t)) for t in operands if t is not None]
     dtype = wide_dtype(present[0].dtype)
     lanes = lanes_per_tile(l, chunk or MOST_LANES, machine)
     turns = pl.cdiv(l, lanes)
-    tile = rows_per_tile(m, rows or machine.tile_bytes // (size * lanes), machine)
+    fit = rows_that_fit(present, lanes, machine, size=a * m * l, extra=4 * (number + 2))
+    tile = rows_per_tile(m, rows or min(fit, machine.tile_bytes // (lanes * 4 + machine.row_bytes)), machine)
     # where steps run in order, chunks are steps of the grid; elsewhere a program walks its rows
     walk = 1 if machine.sequential else turns
     steps = turns if machine.sequential else 1
@@ -150,11 +146,13 @@ def _row_sums(terms, view, operands, *, number, name, machine, rows, chunk):
 
 def _column_sums(terms, view, operands, *, number, name, machine, rows, chunk):
     a, m, l = view.tile_shape
-    size = _bytes(operands, (a, m, l), number)
     present = [as_bytes(view.array(t)) for t in operands if t is not None]
     dtype = wide_dtype(present[0].dtype)
     lanes = lanes_per_tile(l, chunk or 512, machine)
-    tile = rows_per_tile(m, rows or max(1, machine.tile_bytes // (size * lanes)), machine)
+    fit = rows_that_fit(present, lanes, machine, size=a * m * l, extra=4 * (number + 2))
+    if rows is not None and fit < rows and not machine.masked:  # fewer lanes, so that the rows asked for fit
+        lanes = lanes_per_tile(l, lanes * fit // rows, machine)
+    tile = rows_per_tile(m, rows or fit, machine)
     blocks = pl.cdiv(m, tile)
     parts = min(PARTS, blocks)
     turns = pl.cdiv(blocks, parts)

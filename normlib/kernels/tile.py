@@ -179,6 +179,24 @@ def rows_per_tile(rows: int, wanted: int, machine: Machine) -> int:
     return max(multiple, wanted // multiple * multiple)
 
 
+def rows_that_fit(operands: Sequence[Array], lanes: int, machine: Machine, *, size: int, extra: int) -> int:
+    """Rows of a tile of `lanes` lanes that fit with both buffers of every operand.
+
+    Args:
+      operands: as [1|A, 1|M, 1|L].
+      lanes: of the tile.
+      machine: where it runs.
+      size: entries of a full operand.
+      extra: bytes per entry of outputs and temporaries.
+    """
+    width = pl.cdiv(lanes, machine.lane_multiple) * machine.lane_multiple
+    entry = extra + sum(2 * t.dtype.itemsize for t in operands if t.size == size)
+    fixed = width * sum(2 * t.dtype.itemsize for t in operands if t.shape[2] != 1 and t.size != size)
+    columns = sum(1 for t in operands if t.shape[2] == 1 and t.shape[1] != 1)
+    row = width * entry + (machine.row_bytes // 10 * columns)
+    return max(1, (machine.tile_bytes - fixed) // row)
+
+
 def lanes_per_tile(lanes: int, wanted: int, machine: Machine) -> int:
     """`wanted` lanes, rounded to what the machine's tiles allow: all of them, or a multiple of its lanes."""
     if machine.power_of_two:

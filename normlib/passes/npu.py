@@ -11,7 +11,9 @@ from jaxtyping import Array
 
 import sim_npu
 from normlib.kernels.machine import MACHINES, Machine
+from normlib.passes.recording import lays_out, record
 from normlib.passes.tiles import TilePass
+from normlib.passes.tuner import Tuner
 from sim_npu.precision import PrecisionPolicy, resolve
 
 
@@ -25,6 +27,7 @@ class NpuPass(TilePass):
       precision: a `sim_npu.PrecisionPolicy` or a preset's name ("fp32", "fp16_fp32acc", "bf16_fp32acc", "fp16",
         "fp16_sequential", "fp16_tree", "ascend_a2", "ascend_950", ...).
       order: order of sums, see `sim_npu.reduction`; None for the policy's.
+      tune: choose the tiling of row kernels by simulating what fits, once per shape; False takes the first that fits.
 
     Raises:
       ValueError: for an unknown chip, precision or order.
@@ -33,6 +36,7 @@ class NpuPass(TilePass):
     chip: Any = "910b2"
     precision: str | PrecisionPolicy | None = "fp32"
     order: str | None = None
+    tune: bool = False
 
     def __post_init__(self) -> None:
         sim_npu.get_chip(self.chip)
@@ -46,10 +50,13 @@ class NpuPass(TilePass):
 
     @property
     def machine(self) -> Machine:
-        room = sim_npu.get_chip(self.chip).ub_bytes * 5 // 6
-        return MACHINES["npu"].replace(tile_bytes=room)
+        room = sim_npu.get_chip(self.chip).ub_bytes * 15 // 16
+        return MACHINES["npu"].replace(tile_bytes=room, tuner=Tuner(self.chip) if self.tune else None)
 
     def run(self, kernel: Callable[..., Any], arrays: Sequence[Array], statistics: Sequence[int]) -> Any:
+        if lays_out():
+            return kernel(*arrays)
+        record(kernel, arrays, self.chip)
         return sim_npu.emulate(kernel, *arrays, precision=self.policy, statistics=tuple(statistics))
 
     def computes(self, x: Array) -> bool:

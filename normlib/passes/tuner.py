@@ -1,0 +1,74 @@
+"""The best tiling of a kernel, found on the simulator and remembered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+import sim_npu
+from normlib.kernels.phases import Tiling
+from sim_npu.footprint import CapacityError
+
+_table: dict[str, Tiling] = {}
+
+
+@dataclass(frozen=True)
+class Tuner:
+    """Chooses the tiling that takes least time on `chip`; every choice is made once in a process.
+
+    Attributes:
+      chip: name or `sim_npu.ChipSpec`.
+    """
+
+    chip: Any
+
+    def __call__(
+        self, name: str, operands: Sequence[Array], tilings: Sequence[Tiling], build: Callable[..., Any]
+    ) -> Tiling:
+        """The fastest of `tilings` for `build(tiling, *operands)`."""
+        shapes = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in operands]
+        spec = sim_npu.get_chip(self.chip)
+        key = " ".join([spec.name, name, *(f"{t.dtype.name}{list(t.shape)}".replace(" ", "") for t in shapes)])
+        if key not in _table:
+            _table[key] = min(tilings, key=lambda t: self._us(build, t, shapes))
+        return _table[key]
+
+    def _us(self, build: Callable[..., Any], tiling: Tiling, shapes: Sequence[jax.ShapeDtypeStruct]) -> float:
+        def call(*arrays: Array) -> Any:
+            return build(tiling, *arrays)
+
+        try:
+            return sim_npu.simulate(call, *shapes, chip=self.chip, explain_capacity=False).total_us
+        except CapacityError:
+            return float("inf")
+
+
+def tuned() -> dict[str, Tiling]:
+    """What was chosen so far: "chip kernel operands" -> tiling."""
+    return dict(_table)
+
+
+def save(path: str | Path) -> None:
+    """Write the choices as JSON: {"chip kernel operands": {"rows", "chunk", "streamed"}}."""
+    rows = {k: {"rows": t.rows, "chunk": t.chunk, "streamed": t.streamed} for k, t in sorted(_table.items())}
+    Path(path).write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def load(path: str | Path) -> None:
+    """Take over choices that `save` wrote.
+
+    Raises:
+      ValueError: if the file is not such a table; nothing is taken over then.
+    """
+    try:
+        rows = json.loads(Path(path).read_text())
+        read = {k: Tiling(int(t["rows"]), int(t["chunk"]), bool(t["streamed"])) for k, t in rows.items()}
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as cause:
+        raise ValueError(f"`path` {path} is no table of tilings as `save` writes it: {cause!r}.") from cause
+    _table.update(read)
