@@ -4,7 +4,7 @@ PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 JOBS ?= 2
 
-.PHONY: demo test test-new lint peers nightly notebooks notebooks-check clean
+.PHONY: demo test test-new lint peers nightly notebooks notebooks-check claims clean
 
 demo:
 	@tools/setup.sh train
@@ -43,6 +43,11 @@ notebooks:
 notebooks-check:
 	@tools/setup.sh dev
 	$(PY) tools/run_notebooks.py
+
+# docs/claims.md: what is claimed of normalization, what was run here, figures and verdicts; some minutes.
+claims:
+	@tools/setup.sh dev
+	$(PY) -m benchmarks.claims --write
 
 clean:
 	rm -rf .venv .venv-new .cache runs build dist

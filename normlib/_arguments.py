@@ -6,9 +6,13 @@ import math
 import operator
 from collections.abc import Iterable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array
+
+from normlib.precision import output_dtype
 
 Axes = int | Iterable[int]
 
@@ -17,12 +21,15 @@ def array(x, name: str = "x") -> Array:
     """`x` as a JAX array of any shape.
 
     Raises:
-      TypeError: if it is not an array or a number.
+      TypeError: if it is not an array of numbers or a number.
     """
     try:
-        return jnp.asarray(x)
+        found = jnp.asarray(x)
     except (TypeError, ValueError) as error:
         raise TypeError(f"`{name}` must be an array; got {type(x).__name__}.") from error
+    if not (jnp.issubdtype(found.dtype, jnp.number) or found.dtype == jnp.bool_):
+        raise TypeError(f"`{name}` must be an array of numbers; got dtype {found.dtype}.")
+    return found
 
 
 def axes(axis: Axes, ndim: int, name: str = "axis") -> tuple[int, ...]:
@@ -48,14 +55,63 @@ def epsilon(eps: float, name: str = "eps") -> float:
     """`eps`, if it is a number and not negative.
 
     Raises:
-      ValueError: if it is negative or NaN.
-      TypeError: if it is None or not a number; no default is picked silently.
+      ValueError: if it is negative, infinite or NaN.
+      TypeError: if it is None or not a number known while tracing; no default is picked silently.
     """
-    if eps is None or isinstance(eps, str | bool):
+    if isinstance(eps, jax.core.Tracer):
+        raise TypeError(
+            f"`{name}` must be known while tracing; got a traced {eps.aval}: close over it, or make it static."
+        )
+    if not is_real(eps):
         raise TypeError(f"`{name}` must be a number; got {eps!r}. See normlib.recommended_eps.")
-    if not eps >= 0:
-        raise ValueError(f"`{name}` must be >= 0, since it is added to a variance; got {eps}.")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"`{name}` must be >= 0 and finite, since it is added to a variance; got {eps}.")
     return eps
+
+
+def is_real(value) -> bool:
+    """True for a real number of Python, NumPy or JAX (a concrete scalar); bools are none."""
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+        return value.ndim == 0 and bool(jnp.issubdtype(value.dtype, jnp.floating))
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def momentum(value, name: str = "momentum"):
+    """`value`, if it is a weight of the old value: a number in [0, 1], or an array of it (a schedule's).
+
+    Raises:
+      TypeError: if it is neither.
+      ValueError: if it lies outside [0, 1].
+    """
+    if isinstance(value, jax.core.Tracer) and value.ndim == 0:
+        return value
+    if not is_real(value):
+        raise TypeError(f"`{name}` must be a number in [0, 1]; got {value!r}.")
+    if not 0 <= value <= 1:
+        raise ValueError(
+            f"`{name}` is the weight of the old value and must lie in [0, 1]; got {value}. PyTorch's is one minus it."
+        )
+    return value
+
+
+def result_dtype(out_dtype: DTypeLike | None, x_dtype, name: str = "out_dtype") -> np.dtype:
+    """The dtype of y: `out_dtype`, or that of x (float32 for integers and bools) where it is None.
+
+    Raises:
+      TypeError: if it is no dtype.
+      ValueError: if it cannot hold y: an integer would truncate it, a real type drop an imaginary part.
+    """
+    if out_dtype is None:
+        return output_dtype(x_dtype)
+    try:
+        dtype = jnp.dtype(out_dtype)
+    except TypeError as error:
+        raise TypeError(f"`{name}` must be a dtype; got {out_dtype!r}.") from error
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        raise ValueError(f"`{name}` must be a floating or complex type; got {dtype}. Integer codes come from `quant`.")
+    if jnp.issubdtype(x_dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        raise ValueError(f"`{name}` must be complex, as x is ({jnp.dtype(x_dtype)}); got {dtype}.")
+    return dtype
 
 
 def one_of(value: str, choices: Iterable[str], name: str) -> str:
@@ -74,6 +130,8 @@ def parameter(p: Array | None, name: str, x: Array, feature_axes: tuple[int, ...
     if p is None:
         return None
     p = array(p, name)
+    if jnp.iscomplexobj(p) and not jnp.iscomplexobj(x):
+        raise TypeError(f"`{name}` is {p.dtype}, but x is {x.dtype}: y would lose its imaginary part. Make x complex.")
     features = tuple(x.shape[a] for a in feature_axes)
     if p.shape == features:
         return p.reshape([x.shape[a] if a in feature_axes else 1 for a in range(x.ndim)])
@@ -145,19 +203,32 @@ def names(axis_name) -> tuple[str, ...]:
     """`axis_name` (None, a name or several) as a tuple.
 
     Raises:
+      TypeError: if it is anything else.
       ValueError: if a name is given twice.
     """
     found = () if axis_name is None else tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    if not all(isinstance(name, str) for name in found):
+        raise TypeError(f"`axis_name` must name a mesh axis, several in a sequence, or be None; got {axis_name!r}.")
     if len(set(found)) != len(found):
         raise ValueError(f"`axis_name` {axis_name} names a mesh axis twice.")
     return found
 
 
 def groups(axis_index_groups) -> tuple[tuple[int, ...], ...] | None:
-    """`axis_index_groups` as a tuple of tuples, or None."""
+    """`axis_index_groups` as a tuple of tuples, or None.
+
+    Raises:
+      TypeError: if it is not a sequence of sequences of integers.
+    """
     if axis_index_groups is None:
         return None
-    return tuple(tuple(int(i) for i in group) for group in axis_index_groups)
+    try:
+        return tuple(tuple(operator.index(i) for i in group) for group in axis_index_groups)
+    except TypeError:
+        raise TypeError(
+            f"`axis_index_groups` must be a sequence of groups of indices, such as [[0, 1], [2, 3]]; "
+            f"got {axis_index_groups!r}."
+        ) from None
 
 
 def more_than_one(count: int, on_single: str, what: str) -> None:
@@ -193,7 +264,7 @@ def number(value, name: str, *, least: float | None = None) -> float:
       TypeError: if it is not a number.
       ValueError: if it is NaN or below `least`.
     """
-    if isinstance(value, str | bool) or not isinstance(value, int | float | np.number):
+    if not is_real(value):
         raise TypeError(f"`{name}` must be a number; got {value!r}.")
     if value != value or (least is not None and value < least):
         raise ValueError(f"`{name}` must be a number" + ("" if least is None else f" >= {least}") + f"; got {value}.")

@@ -13,6 +13,7 @@ from jaxtyping import Array
 from normlib import _arguments as check
 from normlib._composed import Activation, composed
 from normlib._forward import effective, folded, wide_or_none
+from normlib._sharding import pieces
 from normlib.engine import normalize
 from normlib.moments import Moments, reciprocal_root
 from normlib.passes import xla
@@ -50,6 +51,7 @@ def batch_normalized(
         check.more_than_one(rows * sharing, on_single, f"{operator} of x with shape {x.shape}")
     arrays: list = [x, scale, bias, where, added, shift]
     if splits > 1:
+        _check_split(x, splits, virtual_batch_size)
         arrays, reduced = _split_rows(arrays, splits, virtual_batch_size), tuple(a + 1 for a in reduced)
     first, scale, bias, where, added, shift = arrays
     options: dict[str, Any] = {
@@ -112,6 +114,17 @@ def _scope(x, channels, names, groups, virtual, ragged, method) -> tuple[Scope, 
         f"`virtual_batch_size` {virtual} does not fit {rows} rows on each of {devices} devices; legal are {inside} "
         f"within a device and {across} across devices" + ("." if ragged else ", or any below with ragged=True.")
     )
+
+
+def _check_split(x, splits, virtual):
+    """Raise where explicitly sharded rows cannot be typed as virtual batches: one would span two devices."""
+    devices = pieces(x, 0)
+    if devices > 1 and (splits * virtual != x.shape[0] or splits % devices):
+        raise ValueError(
+            f"`virtual_batch_size` {virtual} does not divide the {x.shape[0] // devices} rows that each of {devices} "
+            "devices holds, and JAX cannot type the virtual batches of explicitly sharded rows then: wrap the call in "
+            "jax.sharding.auto_axes(f, out_sharding=...), or choose a divisor."
+        )
 
 
 def _split_rows(arrays, splits, virtual):

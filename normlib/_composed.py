@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from normlib import _arguments as check
 from normlib import passes
 from normlib._deferred import Deferred
 from normlib._forward import Config, apply, by_channel, effective, folded, pooled, sets_of, wide_or_none
@@ -89,7 +90,7 @@ def composed(
     dtype = output_dtype(jnp.result_type(*terms))
     terms = terms if added is None else [*terms, added]
     terms = [t.astype(output_dtype(t.dtype)) for t in terms]
-    out = jnp.dtype(dtype if out_dtype is None else out_dtype).name
+    out = check.result_dtype(out_dtype, dtype).name
     weights = (1.0,) * len(terms) if weights is None else weights
     raw = out if activation is None and behind is None else wide_dtype(dtype).name
     name = passes.current_backend() if backend is None else passes.checked(backend)
@@ -100,7 +101,9 @@ def composed(
     if rule == "reverse" and not rescale and not jnp.issubdtype(dtype, jnp.complexfloating):
         scope.check_bound()
         room = jnp.asarray(eps, plan.wide)
-        y, rounded, own, total = _composed(plan, tuple(terms), scale, bias, behind, where, shift, room)
+        # as a program of its own outside of jit (see engine._run), but not one for every new function object
+        run = _composed if activation is not None and not isinstance(activation, Swish | Relu) else _run
+        y, rounded, own, total = run(plan, tuple(terms), scale, bias, behind, where, shift, room)
         return Composed(y, rounded, own, total if scope.has_total else own)
     s = _sum(plan, _weights(plan), *terms)
     rounded = s.astype(dtype)
@@ -270,6 +273,11 @@ def _composed_bwd(plan, residuals, cotangents):
             part = unbroadcast(total_ds(again=True), shape)
         cts.append(typed_like(part if w == 1 else part * w, dtype, names))
     return tuple(cts), dscale, dbias, d_behind, None, None, None
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _run(plan: Plan, *arrays):
+    return _composed(plan, *arrays)
 
 
 _composed.defvjp(_composed_fwd, _composed_bwd, symbolic_zeros=True)

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from normlib import _arguments as check
 from normlib import passes
 from normlib.moments import Moments, count_entries
-from normlib.precision import wide
-from normlib.scope import Scope
+from normlib.precision import wide, wide_dtype
+from normlib.scope import Scope, cast
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ def pooled(config, x, where, shift, eps) -> tuple[Moments, Moments]:
 
     count = count_entries(x.shape, axes, where)
     counted = where is not None
+    # a wider guess would widen the statistics and all that follows
+    shift = None if shift is None else cast(shift, wide_dtype(x.dtype))
     return scope.pool(local, sums, count, shift=shift, eps=eps, centered=config.centered, counted=counted)
 
 
@@ -105,7 +108,7 @@ def by_channel(config, x, own, rstd):
 
 def effective(scale, offset):
     """scale + offset in the dtype of statistics, any shape; None where there is no scale."""
-    scale = wide_or_none(scale)
+    scale, offset = wide_or_none(scale), check.number(offset, "scale_offset")
     return scale + offset if scale is not None and offset else scale
 
 

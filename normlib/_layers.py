@@ -17,8 +17,10 @@ from jaxtyping import Array
 from normlib import _arguments as check
 from normlib import batch, batch_act, group, layer, rms
 from normlib._batch import batch_normalized
+from normlib.engine import RULES
 from normlib.precision import wide_dtype
 from normlib.running import running_weight, update_running
+from normlib.scope import METHODS
 
 Axes = int | Sequence[int]
 
@@ -89,11 +91,23 @@ def spread(parameter: Array | None, name: str, x: Array, features: tuple[int, ..
     return parameter.reshape(shape)
 
 
+def check_settings(settings: Any) -> None:
+    """Raise for a setting that no x could make right, of those that the operators would refuse later.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+    """
+    check.epsilon(getattr(settings, "epsilon", 0.0), "epsilon")
+    check.number(getattr(settings, "scale_offset", 0.0), "scale_offset")
+    for name, choices in (("method", METHODS), ("rule", tuple(RULES)), ("running", ("merged", "group_mean"))):
+        check.one_of(getattr(settings, name, choices[0]), choices, name)
+
+
 def options_of(settings: Any, x: Array, where: Array | None, initializing: bool) -> dict[str, Any]:
     """The arguments every operator takes. No axis is bound while a model is being initialised, so none is used."""
     named = settings.axis_name is not None and not initializing
     return {
-        "eps": settings.epsilon,
+        "eps": check.epsilon(settings.epsilon, "epsilon"),
         "where": None if where is None else _broadcast_mask(jnp.asarray(where, bool), x),
         "scale_offset": settings.scale_offset,
         "axis_name": settings.axis_name if named else None,
@@ -262,13 +276,11 @@ def check_batch_norm(settings: Any) -> None:
     """Raise for settings of a BatchNorm layer that contradict one another.
 
     Raises:
-      ValueError: naming the argument and the remedy.
+      TypeError, ValueError: naming the argument and the remedy.
     """
     momentum = settings.momentum
-    if isinstance(momentum, int | float) and not 0 <= momentum <= 1:
-        raise ValueError(
-            f"`momentum` is the weight of the old value and lies in [0, 1]; got {momentum}. PyTorch's is one minus it."
-        )
+    if momentum is not None:
+        check.momentum(momentum)
     if settings.zero_debias and (momentum is None or momentum == 1):
         raise ValueError(
             f"`zero_debias` corrects a moving average with a momentum below 1; got momentum={momentum}. "
@@ -297,6 +309,7 @@ def batch_norm(
     initializing: bool = False,
     residual: Array | None = None,
     per_sample: bool = False,
+    promoted_with: tuple[Array, ...] = (),
 ) -> tuple[Array, Running | None]:
     """Batch norm by the batch's or the running statistics, with what a BatchNormAct has behind it.
 
@@ -309,6 +322,7 @@ def batch_norm(
       use_running_average: normalise by `running`; no named axis, mask or virtual batch plays a part then.
       initializing: batch statistics of this device alone, so that any x and any context will do.
       residual: of x's shape, added behind the norm; or None.
+      promoted_with: further arrays that count in the promoted dtype of y.
 
     Returns:
       (y, new running statistics); the latter None where they stay as they are.
@@ -320,7 +334,7 @@ def batch_norm(
     shape = tuple(x.shape[axis] for axis in features)
     if settings.frozen is True:
         scale, bias, running = jax.tree.map(jax.lax.stop_gradient, (scale, bias, running))
-    x, out = typed(settings, x, scale, bias, residual)
+    x, out = typed(settings, x, scale, bias, residual, *promoted_with)
     over = (0, *features) if per_sample else features
     scale, bias = spread(scale, "scale", x, over), spread(bias, "bias", x, over)
     residual = None if residual is None else check.same_shape(residual, "residual", x, "x")

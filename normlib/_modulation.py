@@ -12,6 +12,7 @@ from normlib.precision import wide
 
 def factor(mod_scale, offset: float, x: Array) -> Array | None:
     """scale_offset + mod_scale in the wide dtype; None for 1."""
+    offset = check.number(offset, "scale_offset")
     if mod_scale is None:
         return None if offset == 1 else jnp.full((1,) * x.ndim, offset, wide(x).real.dtype)
     return effective(mod_scale, offset)

@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from normlib import _arguments as check
 from normlib import passes
 from normlib._forward import Config, apply, pooled
 from normlib._rules import backward
@@ -47,12 +48,12 @@ def restyled(
     Arguments as `normlib.engine.normalize`; `extras` is a pytree of floating-point arrays.
     """
     x = x.astype(output_dtype(x.dtype))
-    out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    out = check.result_dtype(out_dtype, x.dtype)
     if rule == "reverse" and not jnp.iscomplexobj(x):
         scope.check_bound()
         name = passes.current_backend() if backend is None else passes.checked(backend)
         plan = _Plan(Config(axes, True, 0.0, scope, False, name, out.name), style)
-        return Normalized(*_restyled(plan, x, extras, where, shift, jnp.asarray(eps, wide(x).dtype)))
+        return Normalized(*_run(plan, x, extras, where, shift, jnp.asarray(eps, wide(x).dtype)))
 
     def composed(x, extras):
         found = normalize(
@@ -70,6 +71,12 @@ def restyled(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _restyled(plan: _Plan, x, extras, where, shift, eps) -> tuple[Array, Moments, Moments]:
     return _forward(plan, x, extras, where, shift, eps)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _run(plan: _Plan, *arrays):
+    """One program outside of jit, see `normlib.engine`."""
+    return _restyled(plan, *arrays)
 
 
 def _forward(plan, x, extras, where, shift, eps):

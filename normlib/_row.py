@@ -12,7 +12,6 @@ from normlib import _arguments as check
 from normlib import quantize
 from normlib.engine import normalize
 from normlib.moments import Moments
-from normlib.precision import output_dtype
 from normlib.scope import Scope
 
 
@@ -38,7 +37,7 @@ def row_norm(
     x = check.array(x)
     axes = check.axes(axis, x.ndim)
     where = check.mask(where, x)
-    dtype = output_dtype(x.dtype) if out_dtype is None else jnp.dtype(out_dtype)
+    dtype = check.result_dtype(out_dtype, x.dtype)
     measured = where if first is None else first if where is None else first & where
     scope = Scope(names=check.names(axis_name), groups=check.groups(axis_index_groups), method=method)
     out = normalize(

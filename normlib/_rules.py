@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from normlib._deferred import zeros
 from normlib._forward import Config, by_channel, constant_along, effective, forward, normalized, sets_of
-from normlib._varying import is_typed, like, vary, varying
+from normlib._varying import is_bound, is_typed, like, summed_like, vary, varying
 from normlib.moments import Moments, positive
 from normlib.passes.xla import centred, own_copy
 from normlib.precision import wide
@@ -68,19 +68,21 @@ def backward(config: Config, residuals, cotangents) -> tuple[Callable[..., Array
             return None
         axes = tuple(i for i, (k, m) in enumerate(zip(p.shape, x.shape)) if k == 1 and m != 1)
         found = unbroadcast((s0, s1)[part], p.shape) if shared else sums(axes)[part]
-        return like(found, p)
+        return like(found if is_bound(scope.all_names) else summed_like(p, found), p)
 
     given = {k: p for k, p in (("scale", scale), ("bias", bias)) if p is not None}
     if (whole := _whole_backward(config, x, dy, d_own, own, rstd, weight, where, given)) is not None:
         dscale, dbias = (like(whole.parameters[k], given[k]) if k in given else None for k in ("scale", "bias"))
         return lambda again=False: whole.ds[0], dscale, dbias
     s0, s1 = sums(config.axes, rowwise)
-    # A moment that was pooled over typed axes is one value for all, its cotangent already the total: it is added after
-    # pooling. Otherwise every device holds a copy, whose cotangent is a part: it is added before.
-    one_value = is_typed(scope.names) and scope.groups is None
+    # A moment that was pooled over typed axes, or over a vmap seen from outside, is one value for all, its cotangent
+    # already the total: it is added after pooling. Otherwise every device holds a copy, whose cotangent is a part: it
+    # is added before.
+    one_value = _is_one_value(scope.names) and scope.groups is None
     # Scaling comes before pooling, since devices may hold different scales, unless the types prove that they do not:
     # then unscaled sums are pooled once and serve as dscale and dbias too.
-    pooled_first = one_value and not rowwise and scope.channels is None and not _vary_over(scope.names, scale, bias)
+    same_weight = is_typed(scope.names) and scope.groups is None and not _vary_over(scope.names, scale, bias)
+    pooled_first = same_weight and not rowwise and scope.channels is None
     if pooled_first:
         (s0, s1), _ = scope.sum_cotangents([s0, s1], None)
     a, b = (s0, s1) if rowwise or weight is None else (s0 * weight, s1 * weight)
@@ -93,7 +95,7 @@ def backward(config: Config, residuals, cotangents) -> tuple[Callable[..., Array
         w0, w1 = w0 - d_mean, w1 - d_m2
     d_total = _total_cotangents(config, d_total, total)
     if not pooled_first:
-        in_parts = d_total is not None and not is_typed(scope.all_names)
+        in_parts = d_total is not None and not _is_one_value(scope.all_names)
         (w0, w1), summed = scope.sum_cotangents([w0, w1], d_total if in_parts else None)
         d_total = summed if in_parts else d_total
     if one_value:
@@ -133,6 +135,11 @@ reverse.defvjp(_reverse_fwd, _reverse_bwd, symbolic_zeros=True)
 
 def _expanded(config, x, t):
     return config.scope.expand(t, x.shape[config.scope.channel_axis]) if x.ndim else t
+
+
+def _is_one_value(names) -> bool:
+    """True if JAX sees what was pooled over `names` as one value, whose cotangent comes once, not once per device."""
+    return is_typed(names) or not is_bound(names)
 
 
 def _vary_over(names, *parameters) -> bool:

@@ -20,6 +20,37 @@ def is_typed(names: tuple[str, ...]) -> bool:
     return bool(names) and bool(varying(lax.axis_index(names[0])))
 
 
+def is_bound(names: tuple[str, ...]) -> bool:
+    """False in the backward that JAX batches when grad is taken outside of a vmap: its axes are not bound there.
+
+    Collectives over them work all the same.
+    """
+    try:
+        for name in names:
+            lax.axis_size(name)
+    except NameError:
+        return False
+    return True
+
+
+@jax.custom_batching.custom_vmap
+def summed_like(primal: Array, cotangent: Array) -> Array:
+    """`cotangent`, summed over the members of a vmap where the `primal` (of its shape) is one for all of them.
+
+    JAX sums so itself, but refuses to (0.12) beside outputs that are one for all: it cannot know that their cotangents
+    have been counted once.
+    """
+    return cotangent
+
+
+@summed_like.def_vmap
+def _summed_like_vmap(size, mapped, primal, cotangent):
+    primal_mapped, cotangent_mapped = mapped
+    if cotangent_mapped and not primal_mapped:
+        return cotangent.sum(0), False
+    return cotangent, cotangent_mapped
+
+
 def vary(x: Array, names) -> Array:
     """`x` (any shape) typed as varying over `names` too: only missing names are cast, since a second cast raises."""
     missing = tuple(n for n in names if n not in varying(x))

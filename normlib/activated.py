@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Num
@@ -94,7 +93,7 @@ def group_norm_silu(
     )  # fmt: skip
     where = checked_mask(where, x, sets, on_single, "group_norm_silu")
     scale, bias = (check.parameter(p, n, x, sets.channels) for p, n in ((scale, "scale"), (bias, "bias")))
-    dtype = output_dtype(x.dtype) if out_dtype is None else jnp.dtype(out_dtype)
+    dtype = check.result_dtype(out_dtype, x.dtype)
     y = composed(
         [x], scale, bias, axes=sets.reduced, eps=check.epsilon(eps), where=where, scale_offset=scale_offset,
         scope=sets.scope, activation=Swish(check.number(beta, "beta")), residual=False, rule=rule, rescale=rescale,
@@ -138,7 +137,7 @@ def conv_batch_norm_relu(
       padding: "SAME", "VALID", or (low, high) for each spatial axis.
       kernel_dilation: distance of the window's taps, one number or one each.
       feature_group_count: groups of the convolution.
-      eps: added to the variance inside the root, in units of z squared.
+      eps: added to the variance inside the root, in units of z squared; with 0 a set of equal entries is NaN.
       where: bool, broadcastable to z: which positions are measured.
       axis_name, axis_index_groups, shift, method, on_single, rule, rescale, backend: as `normlib.batch_norm`.
 

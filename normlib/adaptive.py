@@ -64,7 +64,7 @@ def ada_layer_norm(
       scale: `[H]` of the norm itself, or None for ones.
       bias: `[H]`, or None for zeros.
       scale_offset: 1 as ops-nn and DiT, or 0 where `mod_scale` is the whole factor.
-      eps: added to the variance inside the root, in units of x squared.
+      eps: added to the variance inside the root, in units of x squared; with 0 a set of equal entries is NaN.
       where: bool, broadcastable to x: which entries are measured.
       rule, rescale, batch_invariant, backend: as `normlib.layer_norm`.
       return_moments: return `RowNormOutput(y, moments)` instead of y.
@@ -90,7 +90,7 @@ def ada_layer_norm(
     scale, bias = (check.parameter(p, n, x, last) for p, n in ((scale, "scale"), (bias, "bias")))
     scale, bias, offset = combined(scale, bias, mod_scale, mod_shift, scale_offset, x)
     where = check.mask(where, x)
-    dtype = output_dtype(x.dtype) if out_dtype is None else jnp.dtype(out_dtype)
+    dtype = check.result_dtype(out_dtype, x.dtype)
     out = normalize(
         x, scale, bias, axes=last, eps=check.epsilon(eps), where=where, scale_offset=offset, rule=rule,
         rescale=rescale, batch_invariant=batch_invariant, backend=backend, out_dtype=quantize.out_dtype(quant, dtype),
@@ -111,7 +111,7 @@ def ada_layer_norm_zero(
       x: `[B..., S, H]`.
       modulation: `[B..., 3 H]`, `[B..., 1, 3 H]` or `[B..., S, 3 H]`: shift, scale and gate side by side, the output
         of a projection that starts at zero, so that every block starts as the identity.
-      eps: added to the variance inside the root, in units of x squared.
+      eps: added to the variance inside the root, in units of x squared; with 0 a set of equal entries is NaN.
       rule, backend: as `normlib.layer_norm`.
 
     Returns:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Num
 
@@ -12,7 +11,6 @@ from normlib import _arguments as check
 from normlib import quantize
 from normlib._batch import batch_normalized, stored_normalized
 from normlib.moments import Moments
-from normlib.precision import output_dtype
 
 
 class BatchNormOutput(NamedTuple):
@@ -58,7 +56,7 @@ def batch_norm(
       scale: `[C]` (the shape of x along `axis`), or of x's rank and broadcastable to it, or None for ones.
       bias: likewise, or None for zeros.
       axis: channel axis or axes; every other axis is reduced.
-      eps: added to the variance inside the root, in units of x squared.
+      eps: added to the variance inside the root, in units of x squared; with 0 a set of equal entries is NaN.
       where: bool, broadcastable to x: which entries are measured. Others are mapped with the same statistics and enter
         none. A mask of lower rank stands for x's first axes.
       scale_offset: added to `scale` in float32.
@@ -135,7 +133,7 @@ def batch_norm_inference(
       scale: `[C]` or of x's rank and broadcastable to it, or None for ones.
       bias: likewise, or None for zeros.
       axis: channel axis or axes.
-      eps: added to the variance inside the root, in units of x squared.
+      eps: added to the variance inside the root, in units of x squared; with 0 a set of equal entries is NaN.
       scale_offset: added to `scale` in float32.
       out_dtype: dtype of y, rounded once from float32; x's where None.
       quant: quantise y: a `normlib.Static`, `Dual`, `Dynamic`, `Asymmetric`, `MX` or `StraightThrough`. Its scales are
@@ -159,7 +157,7 @@ def batch_norm_inference(
     """
     x = check.array(x)
     channels = check.axes(axis, x.ndim)
-    dtype = output_dtype(x.dtype) if out_dtype is None else jnp.dtype(out_dtype)
+    dtype = check.result_dtype(out_dtype, x.dtype)
     given = quantize.out_dtype(quant, dtype)
     y = stored_normalized(
         x, mean, var, scale, bias, channels=channels, eps=eps, scale_offset=scale_offset, out_dtype=given

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Num
 
@@ -16,7 +15,7 @@ from normlib import quantize
 from normlib._batch import batch_normalized, stored_normalized
 from normlib._composed import Activation, Relu, Swish
 from normlib.moments import Moments
-from normlib.precision import output_dtype, wide, wide_dtype
+from normlib.precision import wide, wide_dtype
 
 NAMED: dict[str, Activation] = {"relu": Relu(), "silu": Swish(), "swish": Swish()}
 
@@ -162,7 +161,7 @@ def batch_norm_act_inference(
     x = check.array(x)
     channels = check.axes(axis, x.ndim)
     residual, act = _residual(residual, x), activation_of(activation)
-    dtype = output_dtype(x.dtype) if out_dtype is None else jnp.dtype(out_dtype)
+    dtype = check.result_dtype(out_dtype, x.dtype)
     given = quantize.out_dtype(quant, dtype)
     raw = wide_dtype(x.dtype)
 

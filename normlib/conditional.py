@@ -62,7 +62,7 @@ def conditional_batch_norm(
         gives NaN, not another class.
       scale_offset: added to `scale` in float32.
       axis: channel axis, not 0; every other axis is reduced.
-      eps: added to the variance inside the root, in units of x squared.
+      eps: added to the variance inside the root, in units of x squared; with 0 a set of equal entries is NaN.
       where, axis_name, axis_index_groups, virtual_batch_size, ragged, running, shift, method, on_single, rule, rescale,
         backend, out_dtype: as `normlib.batch_norm`.
 

@@ -77,7 +77,7 @@ def dynamic_tanh(
     axes = check.axes(axis, x.ndim)
     scale, bias = (check.parameter(p, n, x, axes) for p, n in ((scale, "scale"), (bias, "bias")))
     x = x.astype(output_dtype(x.dtype))
-    dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype).name
+    dtype = check.result_dtype(out_dtype, x.dtype).name
     return _dynamic_tanh(dtype, x, alpha.reshape((1,) * x.ndim), scale, bias)
 
 

@@ -11,20 +11,24 @@ Backward, with g = dy * (scale + scale_offset), A = sum(g), B = sum(g * xhat) ov
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from normlib import _arguments as check
 from normlib import passes
 from normlib._forward import Config, effective, folded, forward, wide_or_none
 from normlib._rules import both, reverse
+from normlib._sharding import splits
 from normlib.moments import Moments
-from normlib.precision import output_dtype, wide, wide_dtype
-from normlib.scope import LOCAL, Scope, cast, vary_typed
+from normlib.precision import output_dtype, wide
+from normlib.scope import LOCAL, Scope, vary_typed
 
 RULES: dict[str, Callable] = {"reverse": reverse, "both": both, "autodiff": forward}
 RESCALE_ABOVE = 2.0**40  # squares of float32 overflow at 2**64; ordinary rows keep a factor of exactly 1
@@ -70,7 +74,7 @@ def normalize(
       scale: of x's rank, broadcastable to x, or None for ones.
       bias: likewise, or None for zeros.
       axes: non-negative axes to reduce.
-      eps: added to the variance inside the root, in units of x squared.
+      eps: added to the variance inside the root, in units of x squared; with 0 a set of equal entries is NaN.
       centered: False keeps the mean in (RMS).
       where: bool of x's rank, broadcastable to x: which entries are measured; None for all.
       scale_offset: added to `scale` in float32 (1 for gemma-style and adaptive norms).
@@ -101,17 +105,20 @@ def normalize(
     for name, array in (("scale", scale), ("bias", bias), ("where", where)):
         if array is not None and jnp.broadcast_shapes(array.shape, x.shape) != x.shape:
             raise ValueError(f"`{name}` of shape {array.shape} does not broadcast to x's shape {x.shape}.")
+    if batch_invariant and any(splits(x)[a] for a in axes):
+        raise ValueError(
+            "`batch_invariant` needs each row whole on one device, but x is sharded along its reduced axes over "
+            f"{sorted({n for a in axes for n in splits(x)[a]})}: reshard x first, or leave `batch_invariant` False."
+        )
     scope.check_bound()
     config = Config(
         axes, centered, scale_offset, scope, batch_invariant,
         passes.current_backend() if backend is None else passes.checked(backend),
-        None if out_dtype is None else jnp.dtype(out_dtype).name,
+        None if out_dtype is None else check.result_dtype(out_dtype, x.dtype).name,
         float(eps) if isinstance(eps, int | float) and not rescale else None,
     )  # fmt: skip
     x = x.astype(output_dtype(x.dtype))
     room = jnp.asarray(eps, wide(x).real.dtype)
-    if shift is not None:
-        shift = cast(shift, wide_dtype(x.dtype))
     factor = _power_of_two(x, where, config) if rescale else None
     if factor is not None:
         by_entry = scope.expand(factor, x.shape[scope.channel_axis]) if x.ndim else factor
@@ -119,12 +126,18 @@ def normalize(
         # not below the smallest normal number, or a constant row would be divided by 0
         room = jnp.maximum(room * jnp.square(factor), jnp.where(room > 0, jnp.finfo(room.dtype).tiny, 0))
         shift = None if shift is None else shift * factor
-    run = RULES["autodiff" if jnp.iscomplexobj(x) else rule]
-    y, own, total = run(config, x, scale, bias, where, shift, room)
+    rule = "autodiff" if jnp.iscomplexobj(x) else rule
+    y, own, total = _run(rule, config, x, scale, bias, where, shift, room)
     if factor is not None:
         y = y.astype(out_dtype or dtype)
         own, total = _unscaled(own, factor), _unscaled(total, factor)
     return Normalized(y, own, total if scope.has_total else own)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _run(rule: str, config: Config, *arrays):
+    """One program for a norm that is called outside of jit: some sixty small ones would take seconds to compile."""
+    return RULES[rule](config, *arrays)
 
 
 def affine(

@@ -331,7 +331,7 @@ def _vector(t, name: str, channels: int) -> Array:
 
 def _affine(mean, var, scale, bias, channels, eps, scale_offset, kernel) -> tuple[Array, Array]:
     """(a, bias - mean * a) in the dtype of the computation."""
-    eps = check.epsilon(eps)
+    eps, scale_offset = check.epsilon(eps), check.number(scale_offset, "scale_offset")
     mean, var = _vector(mean, "mean", channels), _vector(var, "var", channels)
     if not isinstance(var, jax.core.Tracer):
         _check_variance(np.asarray(var), eps)

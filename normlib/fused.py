@@ -23,7 +23,6 @@ from normlib import quantize
 from normlib._composed import composed
 from normlib._row import RowNormOutput
 from normlib.moments import Moments
-from normlib.precision import output_dtype
 from normlib.quantize import DualQuantized, Quantized
 from normlib.scope import Scope
 
@@ -87,7 +86,7 @@ def add_layer_norm(
       bias: likewise, or None for zeros.
       sum_bias: likewise, added to the sum before it is measured, or None.
       axis: normalised axis or axes.
-      eps: added to the variance inside the root, in units of x squared.
+      eps: added to the variance inside the root, in units of x squared; with 0 a set of equal entries is NaN.
       where: bool, broadcastable to x1: which entries are measured.
       scale_offset: added to `scale` in float32.
       residual_round_first: round s to its dtype before it is measured, as an unfused sum would be. False: statistics
@@ -308,7 +307,7 @@ def _add_norm(
     )
     scope = Scope(names=check.names(axis_name), groups=check.groups(axis_index_groups), method=method)
     where = check.mask(where, x)
-    dtype = output_dtype(jnp.result_type(*arrays)) if out_dtype is None else jnp.dtype(out_dtype)
+    dtype = check.result_dtype(out_dtype, jnp.result_type(*arrays))
     out = composed(
         arrays, scale, bias, weights=weights, added=sum_bias, axes=axes, eps=check.epsilon(eps), centered=centered,
         where=where, scale_offset=scale_offset, scope=scope, round_first=round_first, residual=residual, rule=rule,

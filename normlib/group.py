@@ -41,7 +41,7 @@ def group_norm(
       num_groups: G; channels c with equal c // (C / G) form a group.
       axis: channel axis; channels first and last give equal results.
       reduction_axes: axes reduced; all but axis 0 where None. Must contain `axis`.
-      eps: added to the variance inside the root, in units of x squared.
+      eps: added to the variance inside the root, in units of x squared; with 0 a set of equal entries is NaN.
       where: bool, broadcastable to x: which entries are measured. A mask of lower rank stands for x's first axes.
       scale_offset: added to `scale` in float32.
       axis_name: mesh axis or axes over which a sample's reduced axes are split.
@@ -103,7 +103,7 @@ def instance_norm(
       scale: `[C]` (the shape of x along `axis`), or of x's rank and broadcastable to it, or None for ones.
       bias: likewise, or None for zeros.
       axis: channel axis or axes; neither they nor axis 0 are reduced.
-      eps: added to the variance inside the root, in units of x squared.
+      eps: added to the variance inside the root, in units of x squared; with 0 a set of equal entries is NaN.
       where: bool, broadcastable to x: which entries are measured. A mask of lower rank stands for x's first axes.
       scale_offset: added to `scale` in float32.
       axis_name: mesh axis or axes over which a sample's reduced axes are split.

@@ -40,7 +40,7 @@ def layer_norm(
       scale: the shape of x along `axis` (`[D]`), or of x's rank and broadcastable to it, or None for ones.
       bias: likewise, or None for zeros.
       axis: normalised axis or axes.
-      eps: added to the variance inside the root, in units of x squared.
+      eps: added to the variance inside the root, in units of x squared; with 0 a set of equal entries is NaN.
       where: bool, broadcastable to x: which entries are measured. A mask of lower rank stands for x's first axes.
       scale_offset: added to `scale` in float32 (1 for zero-centred scales).
       axis_name: mesh axis or axes over which the normalised axis is split: one collective forward, one backward.

@@ -85,14 +85,14 @@ def merge_devices(moments: Tree, axis_name: str | Sequence[str]) -> Tree:
     [[2.0], [2.0]]
     """
     names = check.names(axis_name)
-    axis_size(names)
+    devices = axis_size(names)
     leaves, structure = jax.tree.flatten(moments, is_leaf=is_moments)
     if not leaves:
         return moments
     flat = [jax.tree.map(jnp.ravel, m) for m in leaves]
     count, mean, low, m2 = (jnp.concatenate(parts) for parts in zip(*flat))
     words = [*pack_counts(count), mean, low, m2]
-    table = gather(jnp.stack(words), names)
+    table = gather(jnp.stack(words), names, devices)
     whole = Moments(*unpack_counts([cast(table[:, i], w.dtype) for i, w in enumerate(words)])).merge_axis(0)
     whole = _guarded(whole, jnp.sum(unpack_counts(list(table[:, :2].swapaxes(0, 1)))[0].astype(jnp.float32), 0))
     ends = np.cumsum([m.mean.size for m in leaves])[:-1]
@@ -160,7 +160,7 @@ def precise_batch_stats(
     Args:
       measure: batch -> tree of Moments, one node per batch norm: this device's own entries. Compile it (jax.jit):
 
-            jax.jit(lambda batch: linen_tools.applywith_moments(model, variables, batch)[1])
+            jax.jit(lambda batch: linen_tools.apply_with_moments(model, variables, batch)[1])
 
         Layers see what the network feeds them in the mode in which `measure` runs it, training mode as a rule.
       batches: the stream, read once. Inside jax.shard_map a list (or array, along its first axis) of local batches.

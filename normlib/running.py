@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from normlib import _arguments as check
 from normlib.moments import Moments
 
 
@@ -37,7 +38,8 @@ def update_running(
       (mean, var) in the dtypes given. Where nothing was counted both are untouched.
 
     Raises:
-      ValueError: if a Python-number `momentum` lies outside [0, 1].
+      TypeError: if `momentum` is neither a number nor a scalar array.
+      ValueError: if a `momentum` that is a number lies outside [0, 1].
 
     Source: Ioffe and Szegedy 2015; conventions of Flax and PyTorch as above.
 
@@ -45,8 +47,7 @@ def update_running(
     >>> mean.tolist(), var.tolist()
     ([1.5], [1.25])
     """
-    if isinstance(momentum, int | float) and not 0 <= momentum <= 1:
-        raise ValueError(f"`momentum` is the weight of the old value and must lie in [0, 1]; got {momentum}.")
+    momentum = check.momentum(momentum)
     batch_mean, batch_var = moments.mean, moments.unbiased_var if unbiased else moments.var
     if mean.shape != batch_mean.shape or var.shape != batch_var.shape:
         raise ValueError(f"`mean` {mean.shape} and `var` {var.shape} must have the moments' shape {batch_mean.shape}.")

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from normlib._varying import is_typed, vary, varying
+from normlib._sharding import alike, splits, unsplit
+from normlib._varying import is_bound, is_typed, vary, varying
 from normlib.moments import Moments, about, abs_squared, positive
 
 METHODS = ("auto", "gather", "two_phase", "shifted", "adaptive", "fast")
@@ -201,7 +202,7 @@ class Scope:
         if self.groups is None or not whole:
             own = table.merge_axis(0)
             return own, self._total_of(own) if self.has_total else own
-        own = jax.tree.map(lambda t: t[self._members()], table).merge_axis(0)
+        own = jax.tree.map(lambda t: t[members(self.groups or (), names)], table).merge_axis(0)
         total = table.merge_axis(0)
         return own, total.merge_axis(self.total_axes, keepdims=True) if self.total_axes else total
 
@@ -225,15 +226,8 @@ class Scope:
 
     def _gather(self, mine: Moments, names, groups) -> Moments:
         words = [*pack_counts(mine.count), mine.mean, mine.low, mine.m2]
-        table = gather(stack(words), names, groups)
+        table = gather(stack(words), names, axis_size(names), groups)
         return Moments(*unpack_counts([cast(table[:, i], w.dtype) for i, w in enumerate(words)]))
-
-    def _members(self) -> Array:
-        """Indices of the devices in this device's group."""
-        groups = self.groups or ()
-        group_of = {index: number for number, group in enumerate(groups) for index in group}
-        mine = jnp.array([group_of[index] for index in range(len(group_of))])[lax.axis_index(self.names)]
-        return jnp.array(groups)[mine]
 
     def _merge_channels(self, moments: Moments) -> Moments:
         if self.channels is None:
@@ -248,6 +242,7 @@ class Scope:
 
     def _split_channels(self, t: Array) -> Array:
         """[..., C, ...] -> [..., G, C / G, ...]: tiny statistics, never x."""
+        t = unsplit(t, self.channel_axis)
         shape, groups = t.shape, self.channels or 1
         split = (groups, shape[self.channel_axis] // groups)
         return t.reshape(*shape[: self.channel_axis], *split, *shape[self.channel_axis + 1 :])
@@ -266,7 +261,9 @@ class Scope:
         """[..., G, ...] -> [..., C, ...]: each channel its group's value; the identity without channel groups."""
         if self.channels is None:
             return t
-        return jnp.repeat(t, channels // self.channels, self.channel_axis, total_repeat_length=channels)
+        at, shape = self._within, t.shape
+        each = jnp.broadcast_to(jnp.expand_dims(t, at), (*shape[:at], channels // self.channels, *shape[at:]))
+        return each.reshape(*shape[: at - 1], channels, *shape[at:])
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -298,10 +295,12 @@ class Scope:
         return psum_packed(words, self.all_names) if self.all_names else words
 
     def _sum_cotangents_in_groups(self, own, total):
-        whole = axis_size(self.names) <= self.gather_limit
+        groups = self.groups or ()
+        devices = sum(len(g) for g in groups)  # the axis may not be bound here, see `is_bound`
+        whole = devices <= self.gather_limit
         sent = own + total if whole and total is not None else own
-        table = gather(stack(sent), self.names, None if whole else self.groups)
-        mine = table[self._members()] if whole else table
+        table = gather(stack(sent), self.names, devices, None if whole else self.groups)
+        mine = table[members(groups, self.names)] if whole else table
         summed = [unbroadcast(t, like.shape) for t, like in zip(mine.sum(0), own)]
         if total is None:
             return summed, None
@@ -371,23 +370,40 @@ def all_equal(prints: list[Array], devices: int) -> Array:
     return same
 
 
-def gather(packed: Array, names: tuple[str, ...], groups=None) -> Array:
-    """[P, *shape]: everybody's `packed` (tiny, any shape), or that of this device's group, by one collective.
+def gather(packed: Array, names: tuple[str, ...], devices: int, groups=None) -> Array:
+    """[P, *shape]: the `packed` (tiny, any shape) of all `devices`, or of this device's group, by one collective.
 
     The whole table is one value for all devices and typed so: moments made of it may leave shard_map through P().
     """
     packed = vary_typed(packed, names)
-    if groups is None and len(names) > 1:
-        # all_gather over several axes fails under nested vmap; a sum of one-hot rows works everywhere
-        here = jnp.arange(axis_size(names)).reshape(-1, *(1,) * packed.ndim) == lax.axis_index(names)
-        return lax.psum(jnp.where(here, packed, 0), names)
+    if (groups is None and len(names) > 1) or not is_bound(names) or any(splits(packed)):
+        # all_gather fails over several axes under nested vmap, where the axis is not bound, and (jax 0.10 and 0.12)
+        # beside an axis split over an explicit mesh; a sum of one-hot rows works everywhere
+        here = jnp.arange(devices).reshape(-1, *(1,) * packed.ndim) == _position(names)
+        table = lax.psum(jnp.where(here, packed, 0), names)
+        return table if groups is None else table[members(groups, names)]
     to = "invarying" if is_typed(names) and groups is None else "varying"
     return lax.all_gather(packed, names, axis_index_groups=groups, to=to)
 
 
+def members(groups: tuple[tuple[int, ...], ...], names: tuple[str, ...]) -> Array:
+    """Indices of the devices along `names` in this device's group."""
+    group_of = {index: number for number, group in enumerate(groups) for index in group}
+    mine = jnp.array([group_of[index] for index in range(len(group_of))])[_position(names)]
+    return jnp.array(groups)[mine]
+
+
+def _position(names: tuple[str, ...]) -> Array:
+    """This device's index along `names` together; lax.axis_index would ask for sizes, which take a bound axis."""
+    index = lax.axis_index(names[0])
+    for name in names[1:]:
+        index = index * lax.psum(jnp.ones((), index.dtype), name) + lax.axis_index(name)
+    return index
+
+
 def stack(words: list[Array]) -> Array:
     """[W, *shape] of tiny arrays of shapes that broadcast; counts beside float64 or complex words become such too."""
-    return jnp.stack(jnp.broadcast_arrays(*words))
+    return jnp.stack(alike(jnp.broadcast_arrays(*words)))
 
 
 def cast(t: Array, dtype) -> Array:

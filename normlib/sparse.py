@@ -48,7 +48,7 @@ def sparse_layer_norm(
         `segment_ids`: `[D]` looked up by `feature_ids`, or `[E]`.
       bias: likewise, or None for zeros; added to stored entries only.
       axis: normalised axis or axes; not with `segment_ids`.
-      eps: added to the variance inside the root, in units of x squared.
+      eps: added to the variance inside the root, in units of x squared; with 0 a set of equal entries is NaN.
       segment_ids: `[E]`, the row of each value, in any order; a value whose id is outside 0..num_segments - 1 is
         padding: it enters nothing and its y is 0.
       num_segments: number of rows.

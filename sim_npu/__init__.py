@@ -23,5 +23,6 @@ from sim_npu.search import explain as explain
 from sim_npu.search import rank_plans as rank_plans
 from sim_npu.simulate import programs_of as programs_of
 from sim_npu.simulate import simulate as simulate
-from sim_npu.steps import StepReport as StepReport
+from sim_npu.step_report import StepReport as StepReport
+from sim_npu.step_report import compare_steps as compare_steps
 from sim_npu.steps import simulate_step as simulate_step

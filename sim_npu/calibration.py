@@ -16,8 +16,8 @@ import numpy as np
 
 from sim_npu import demos
 from sim_npu.builder import Builder
-from sim_npu.chips import get_chip
-from sim_npu.fitting import Prior, choose_strength, fit_terms
+from sim_npu.chips import ChipSpec, get_chip
+from sim_npu.fitting import Prior, choose_strength, fit_terms, leave_one_out
 from sim_npu.footprint import CapacityError
 from sim_npu.ir import TileProgram, dtype_bytes
 from sim_npu.measured import OPERATORS, AddCase, Measured
@@ -33,7 +33,7 @@ KERNELS = {"rms_norm": demos.rms_norm, "group_norm": demos.group_norm, "batch_no
 
 @dataclass(frozen=True)
 class Row:
-    """A measured case with the model's times, µs: ideal, and without launch of the shipped tiling.
+    """A measured case with the model's times, µs: best plan, shipped tiling, and that without launch.
 
     `moved` is every byte of the kernel's arrays once, `bytes` those of the large arrays (the naive formula's).
     """
@@ -41,6 +41,7 @@ class Row:
     case: Measured
     fitted: bool
     ideal: float
+    tiled: float
     core: float
     moved: float
     bytes: float
@@ -59,54 +60,60 @@ def is_fit(case: Measured, cases: Sequence[Measured] = OPERATORS) -> bool:
 
 
 def naive_bytes(case: Measured) -> float:
-    """Each array once: x and y, or dy, x and dx."""
-    return math.prod(case.shape) * dtype_bytes(case.dtype) * (3 if case.op == "batch_norm_grad_v3" else 2)
+    """Each array once: x and y; dy, x and dx of a gradient in training, dy and dx of one in inference."""
+    return math.prod(case.shape) * dtype_bytes(case.dtype) * (3 if dict(case.attrs).get("training") else 2)
 
 
 def arguments(case: Measured) -> tuple[Any, tuple, dict[str, Any]]:
     """(kernel, arrays, keywords) that compute what was measured."""
+    attrs = dict(case.attrs)
+    if case.op == "batch_norm_grad_v3" and not attrs.pop("training"):
+        return demos.channel_scale, demos.channel_scale.example_arrays(case.shape, case.dtype), {}  # type: ignore[attr-defined]
     fn = KERNELS[case.op]
-    attrs = {k: bool(v) if k == "training" else v for k, v in case.attrs}
     return fn, fn.example_arrays(case.shape, case.dtype), attrs  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=256)
-def ideal_report(case: Measured) -> SimReport:
-    """The best plan of double-buffered tilings for a measured case."""
+def ideal_report(case: Measured, chip: ChipSpec | None = None) -> SimReport:
+    """The best plan of double-buffered tilings for a measured case; `chip` replaces the preset."""
     fn, arrays, attrs = arguments(case)
     plans = [TilePlan(), *fn.plan_space(*arrays)]
-    return rank_plans(fn, *arrays, chip=case.chip, plans=plans, **attrs).best
+    return rank_plans(fn, *arrays, chip=chip or case.chip, plans=plans, **attrs).best
 
 
-def shipped_plan(case: Measured) -> TilePlan | None:
-    """The tiling the measured operator is documented to choose, or None where the best plan stands for it.
+def shipped_tiling(case: Measured) -> tuple[TilePlan, dict[str, Any]] | None:
+    """The tiling (and keywords of our kernel) the measured operator is documented to use, or None: then the best plan.
 
     RmsNorm on A2 (ops-nn tiling templates): D up to 2000 merges UB / (16 D + 260) rows per loop, longer rows go one by
-    one; neither overlaps copies with work. The other operators' templates leave the model's choice.
+    one; neither overlaps copies with work. GroupNorm on A2 runs the kernel of GroupNormSilu (ops-nn, `aclnnGroupNorm`):
+    8192 elements at a time, E[x²] - mean². The other operators' templates leave the model's choice.
     """
-    if (case.chip, case.op) != ("910b2", "rms_norm"):
+    if case.chip != "910b2":
         return None
+    if case.op == "group_norm":
+        return TilePlan(chunk=8192, residency="stream"), {"about_first": False}
     d = -(-case.shape[-1] // 16) * 16
     if d > 2000:
-        return TilePlan(rows=1, residency="row", queue_depth=1)
+        return TilePlan(rows=1, residency="row", queue_depth=1), {}
     merged = get_chip(case.chip).ub_bytes // (16 * d + 260)
-    return TilePlan(rows=max(1, merged), residency="row", queue_depth=1)
+    return TilePlan(rows=max(1, merged), residency="row", queue_depth=1), {}
 
 
 @functools.lru_cache(maxsize=256)
-def shipped_report(case: Measured) -> SimReport:
-    """The shipped tiling of a measured case; rows are halved until this package's kernel fits."""
-    plan = shipped_plan(case)
-    if plan is None:
-        return ideal_report(case)
+def shipped_report(case: Measured, chip: ChipSpec | None = None) -> SimReport:
+    """The shipped tiling of a measured case; its rows or chunk are halved until this package's kernel fits."""
+    tiling = shipped_tiling(case)
+    if tiling is None:
+        return ideal_report(case, chip)
     fn, arrays, attrs = arguments(case)
+    plan, keywords = tiling
     while True:
         try:
-            return simulate(fn, *arrays, chip=case.chip, plan=plan, explain_capacity=False, **attrs)
+            return simulate(fn, *arrays, chip=chip or case.chip, plan=plan, explain_capacity=False, **attrs, **keywords)
         except CapacityError:
             if plan.rows == 1:
                 raise
-            plan = plan.replace(rows=(plan.rows or 2) // 2)
+            plan = plan.replace(chunk=plan.chunk // 2) if plan.chunk else plan.replace(rows=(plan.rows or 2) // 2)
 
 
 def model_rows(cases: Sequence[Measured] = OPERATORS) -> list[Row]:
@@ -115,8 +122,26 @@ def model_rows(cases: Sequence[Measured] = OPERATORS) -> list[Row]:
     for case in cases:
         shipped = shipped_report(case)
         core, moved = core_and_bytes(shipped.kernels)
-        rows.append(Row(case, is_fit(case), ideal_report(case).total_us, core, moved, naive_bytes(case)))
+        ideal = ideal_report(case).total_us
+        rows.append(Row(case, is_fit(case), ideal, shipped.total_us, core, moved, naive_bytes(case)))
     return rows
+
+
+def constants_loss(chip: ChipSpec, preset: str) -> float:
+    """What a chip's constants are fitted by: leave-one-out error of `as_shipped` on the fit rows, mean of operators.
+
+    Each operator has its own launch, factor and µs/MB, so the constants of the chip answer for what varies with shape.
+    """
+    points: dict[str, list[tuple[list[float], float]]] = {}
+    for case in (c for c in OPERATORS if c.chip == preset and is_fit(c)):
+        core, moved = core_and_bytes(shipped_report(case, chip).kernels)
+        points.setdefault(case.op, []).append(([1.0, core, moved / 1e6], case.us))
+    errors = []
+    for rows in points.values():
+        x, y = np.array([a for a, _ in rows]), np.array([b for _, b in rows])
+        prior = shipped_prior(preset)
+        errors.append(leave_one_out(x, y, prior, choose_strength(x, y, prior)))
+    return float(np.mean(errors))
 
 
 def terms(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:

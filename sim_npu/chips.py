@@ -56,13 +56,15 @@ class ChipSpec:
       cores, cube_cores: vector and cube cores.
       clock_mhz: MHz.
       ub_bytes: usable unified buffer, bytes.
-      ub_bank_groups, ub_banks_per_group: organisation of the UB.
+      ub_bank_groups, ub_banks_per_group, ub_bank_bytes: organisation of the UB: group (address >> 5) % groups, bank
+        address // (groups * bank bytes) of that group.
       repeat_bytes, max_repeats: bytes of one repeat and repeats per instruction.
       cycles_per_repeat: cost classes, cycles per 256 B repeat of float32 (64 elements).
       vec_head, vec_head_first: cycles per vector instruction; the first after a wait.
       mte2_head, mte3_head: cycles per copy instruction.
       burst_cycles: extra cycles per contiguous piece of a strided copy.
-      mte2_bytes_per_cycle, mte3_bytes_per_cycle: rate of one core alone.
+      mte2_bytes_per_cycle, mte3_bytes_per_cycle: rate of one core alone, to and from HBM.
+      l2_read_bytes_per_cycle, l2_write_bytes_per_cycle: the same for bytes that hit L2; None: as HBM.
       chip_gbps: all reads and writes that miss L2, GB/s.
       l2_gbps: all reads and writes that hit L2, GB/s.
       l2_bytes: capacity.
@@ -94,6 +96,7 @@ class ChipSpec:
     l2_gbps: float
     ub_bank_groups: int = 16
     ub_banks_per_group: int = 3
+    ub_bank_bytes: int = 4096
     repeat_bytes: int = 256
     max_repeats: int = 255
     cycles_per_repeat: dict[str, float] = field(default_factory=_rates, hash=False)
@@ -104,6 +107,8 @@ class ChipSpec:
     burst_cycles: float = 2.0
     mte2_bytes_per_cycle: float = 34.6
     mte3_bytes_per_cycle: float = 27.5
+    l2_read_bytes_per_cycle: float | None = None
+    l2_write_bytes_per_cycle: float | None = None
     launch_us: float = 0.55
     setup_us: float = 1.7
     core_start_us: float = 0.75
@@ -152,7 +157,9 @@ class ChipSpec:
 
 PROVENANCE = {
     **dict.fromkeys(("cores", "cube_cores", "clock_mhz", "l2_bytes", "hbm_bytes"), Provenance("documented", INI)),
-    **dict.fromkeys(("ub_bank_groups", "ub_banks_per_group", "repeat_bytes"), Provenance("documented", INI)),
+    **dict.fromkeys(
+        ("ub_bank_groups", "ub_banks_per_group", "ub_bank_bytes", "repeat_bytes"), Provenance("documented", INI)
+    ),
     **dict.fromkeys(("ub_bytes", "max_repeats", "max_queue_depth", "event_ids"), Provenance("documented", MANUAL)),
     **dict.fromkeys(
         ("vector_issue", "vector_registers"), Provenance("documented", "asc-devkit examples: 950 vector functions")
@@ -165,6 +172,8 @@ PROVENANCE = {
     "mte3_head": Provenance("fitted", A2_ADD),
     "mte2_bytes_per_cycle": Provenance("fitted", A2_ADD),
     "mte3_bytes_per_cycle": Provenance("fitted", A2_ADD),
+    "l2_read_bytes_per_cycle": Provenance("fitted", OPS_NN),
+    "l2_write_bytes_per_cycle": Provenance("fitted", OPS_NN),
     "chip_gbps": Provenance("fitted", A2_ADD),
     "l2_gbps": Provenance("assumed", "cores x clock x rate of one core"),
     "launch_us": Provenance("fitted", B4_TRACE),
@@ -187,6 +196,8 @@ def _a2(name: str, cores: int, clock: float, **changes: object) -> ChipSpec:
         "hbm_bytes": 64 * GIB,
         "chip_gbps": 32e-3 * cores * clock,  # the configuration file's 32 B per cycle and core
         "l2_gbps": 64e-3 * cores * clock,
+        "l2_read_bytes_per_cycle": 50.0,
+        "l2_write_bytes_per_cycle": 40.0,
     }
     return ChipSpec(**(base | changes))  # type: ignore[arg-type]
 
@@ -200,6 +211,8 @@ _B4_PIPES = {
     "mte3_head": 220.0,
     "mte2_bytes_per_cycle": 65.0,
     "mte3_bytes_per_cycle": 95.0,
+    "l2_read_bytes_per_cycle": None,
+    "l2_write_bytes_per_cycle": None,
     "launch_us": 0.55,
     "setup_us": 1.7,
 }
@@ -257,9 +270,10 @@ CHIPS: dict[str, ChipSpec] = {
             l2_gbps=2520.0,
             vec_head=2.0,
             mte2_bytes_per_cycle=72.0,
-            mte3_bytes_per_cycle=42.0,
+            mte3_bytes_per_cycle=50.0,
             ub_bank_groups=8,
             ub_banks_per_group=2,
+            ub_bank_bytes=16384,
             max_repeats=1 << 30,  # loops in registers instead of counted repeats
             vector_issue=2.0,
             vector_registers=True,

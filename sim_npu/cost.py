@@ -2,6 +2,8 @@
 
     cycles = instructions * head + repeats * (cycles per repeat) * bank factor / issue width
 
+The bank factor is 2 where two operands, or an operand and the result, meet in the unified buffer (`_conflicting`).
+
 A repeat is 256 B: 64 float32 or 128 float16 lanes. An instruction holds at most 255 repeats (`max_repeats`), so a
 large tile takes several. Rows that are not packed (a row is not a multiple of 32 B, or an operand repeats along or
 across rows) cost whole repeats per row; such an operation is issued row by row or column by column, whichever
@@ -19,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sim_npu.chips import ChipSpec
-from sim_npu.footprint import UbMap
+from sim_npu.footprint import Tenant, UbMap
 from sim_npu.ir import Copy, CubeOp, Expr, Loop, Stmt, VecOp, When, dtype_bytes
 
 PER_ELEMENT = {"transcendental", "cast", "transpose", "gather", "unknown"}
@@ -64,7 +66,7 @@ def _walk_cost(op: VecOp, chip: ChipSpec, ub: UbMap | None) -> OpCost:
     rate = chip.cycles_per_repeat.get(op.kind, chip.cycles_per_repeat["unknown"])
     per_repeat = rate * (lanes / 64) if op.kind in PER_ELEMENT else rate
     busy = repeats * per_repeat
-    conflict = busy * op.steps if _conflicts(op, chip, ub) else 0.0
+    conflict = op.steps * busy * _conflicting(op, chip, ub)
     if op.broadcast == "minor":  # the column is first spread to one 32 B block per row
         rows = math.prod(op.shape[:-1])
         instructions_extra, repeats_extra = -(-rows // (8 * min(chip.max_repeats, 255))), -(-rows // 8)
@@ -129,20 +131,42 @@ def _reduce_cost(op: VecOp, chip: ChipSpec) -> OpCost:
     return OpCost(max(instructions, 1), max(repeats, 1), float(max(repeats, 1)))
 
 
-def _conflicts(op: VecOp, chip: ChipSpec, ub: UbMap | None) -> bool:
-    """Whether the two operands of an operation always lie in the same bank group.
+def _conflicting(op: VecOp, chip: ChipSpec, ub: UbMap | None) -> float:
+    """Share of the repeats that take twice as long because operands meet in the unified buffer.
 
-    An operand that stays in place while the other moves on ("minor", "scalar") meets it too seldom to count, and
-    operands in registers do not meet at all.
+    Two reads meet in one bank group, a read and the write in one bank of a group. A repeat that does both still takes
+    twice: the 910B4 samples, all of whose tiles lie in one bank, leave no room for a third cycle. An operand that stays
+    in place while the other moves on ("minor", "scalar") meets it too seldom to count, a result written over its own
+    operand does not meet it, and operands in registers do not meet at all.
     """
-    if ub is None or chip.vector_registers or op.kind not in ("arith", "select") or len(op.reads) < 2:
-        return False
-    if op.broadcast in ("minor", "scalar"):
-        return False
-    first, second = (ub.address(name) for name in op.reads[:2])
-    if first is None or second is None or math.prod(op.shape) * dtype_bytes(op.dtype) < chip.repeat_bytes:
-        return False
-    return ((first >> 5) - (second >> 5)) % chip.ub_bank_groups == 0
+    if ub is None or chip.vector_registers or op.kind not in ("arith", "select"):
+        return 0.0
+    size = math.prod(op.shape) * dtype_bytes(op.dtype)
+    reads = [t for t in map(ub.tenant, op.reads) if t is not None]
+    if size < chip.repeat_bytes:
+        return 0.0
+    if len(reads) > 1 and op.broadcast not in ("minor", "scalar") and _one_group(reads[0], reads[1], chip):
+        return 1.0
+    out = ub.tenant(op.out)
+    if out is None:
+        return 0.0
+    moving = [t for t in reads if t.bytes >= size and t.address != out.address and _one_group(t, out, chip)]
+    return max((_one_bank(t.address, out.address, size, chip) for t in moving), default=0.0)
+
+
+def _one_group(first: Tenant, second: Tenant, chip: ChipSpec) -> bool:
+    return ((first.address >> 5) - (second.address >> 5)) % chip.ub_bank_groups == 0
+
+
+def _one_bank(first: int, second: int, size: float, chip: ChipSpec) -> float:
+    """Share of `size` bytes during which two tiles of one group, walked together, are in the same bank."""
+    span = chip.ub_bank_groups * chip.ub_bank_bytes
+    shared = 0.0
+    for bank in range(chip.ub_banks_per_group):
+        start = max(0, bank * span - min(first, second))
+        end = min(size, (bank + 1) * span - max(first, second))
+        shared += max(0.0, end - start)
+    return shared / size
 
 
 @dataclass(frozen=True)

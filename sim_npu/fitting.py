@@ -8,6 +8,7 @@ Absolute relative errors let one odd row go; the prior speaks where rows are few
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def fit_terms(x: np.ndarray, y: np.ndarray, prior: Prior | None = None, strength
             pull = np.sqrt(strength) / prior.scale
             rows, target = np.vstack([rows, np.diag(pull)]), np.concatenate([weight, pull * prior.value])
         before, theta = theta, _non_negative(rows, target)
-        if np.allclose(theta, before, rtol=1e-9, atol=0.0):
+        if (np.abs(theta - before) <= 1e-6 * theta).all():
             break
         weight = 1.0 / np.sqrt(np.maximum(np.abs(relative @ theta - 1.0), _FLOOR))
     return theta
@@ -59,18 +60,28 @@ def fit_terms(x: np.ndarray, y: np.ndarray, prior: Prior | None = None, strength
 def _non_negative(rows: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Least squares with θ ≥ 0: the best of all choices of terms that are not 0 (three terms at most)."""
     terms = rows.shape[1]
+    # Normal equations of the terms scaled to length 1; a trace of the diagonal more lets fewer rows than terms pass.
+    length = np.sqrt(np.einsum("rt,rt->t", rows, rows))
+    length = np.where(length > 0, length, 1.0)
+    unit = rows / length
+    gram, right = unit.T @ unit + 1e-12 * np.eye(terms), unit.T @ target
     best, least = np.zeros(terms), float(target @ target)
-    for count in range(1, terms + 1):
-        for chosen in itertools.combinations(range(terms), count):
-            part = np.linalg.lstsq(rows[:, chosen], target, rcond=None)[0]
-            if (part < 0).any():
-                continue
-            theta = np.zeros(terms)
-            theta[list(chosen)] = part
-            error = rows @ theta - target
-            if (size := float(error @ error)) < least * (1 - 1e-12):
-                best, least = theta, size
+    for chosen in _choices(terms):
+        part = np.linalg.solve(gram[np.ix_(chosen, chosen)], right[chosen])
+        if (part < 0).any():
+            continue
+        error = unit[:, chosen] @ part - target
+        if (size := float(error @ error)) < least * (1 - 1e-12):
+            best, least = np.zeros(terms), size
+            best[chosen] = part / length[chosen]
     return best
+
+
+@functools.cache
+def _choices(terms: int) -> list[np.ndarray]:
+    """Every set of terms but the empty one, as indices, small sets first."""
+    sets = (c for count in range(1, terms + 1) for c in itertools.combinations(range(terms), count))
+    return [np.array(c) for c in sets]
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:

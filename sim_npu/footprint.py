@@ -70,10 +70,10 @@ class UbMap:
         """The `n` largest tenants."""
         return tuple(sorted(self.tenants, key=lambda t: -t.total)[:n])
 
-    def address(self, value: str) -> int | None:
-        """Address of the first copy of a value, or None for one that is not in the buffer."""
+    def tenant(self, value: str) -> Tenant | None:
+        """The piece that holds a value, or None for one that is not in the buffer."""
         wanted = self.slots.get(value, value)
-        return next((t.address for t in self.tenants if t.name == wanted), None)
+        return next((t for t in self.tenants if t.name == wanted), None)
 
     def complaint(self) -> str:
         """What is too big, in one sentence."""

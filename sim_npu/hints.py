@@ -61,8 +61,8 @@ def hints(
     depth = plan.queue_depth + 1
     if any(moves(b, k.program.grid) for k in base.kernels for b in k.program.blocks):
         attempt(plan.replace(queue_depth=depth), lambda o, g: f"queue depth {depth} {_hidden(base, o)}, {effect(o, g)}")
-    if not plan.bank_pad:
-        attempt(plan.replace(bank_pad=True), lambda o, g: f"bank padding removes conflicts, {effect(o, g)}")
+    padding = "no bank padding" if plan.bank_pad else "bank padding"
+    attempt(plan.replace(bank_pad=not plan.bank_pad), lambda o, g: f"{padding} removes conflicts, {effect(o, g)}")
     if not plan.in_place:
         attempt(plan.replace(in_place=True), lambda o, g: f"in-place operations save buffer, {effect(o, g)}")
     if plan.cores is not None:
@@ -111,7 +111,13 @@ def _traps(k: KernelResult, chip: ChipSpec) -> list[Hint]:
             )
         )
     if k.conflict_us > 0.05 * k.core_us:
-        out.append(Hint(f"{k.name}: bank conflicts take {k.conflict_us:.1f} us of V; move one operand by 256 B", 0.0))
+        out.append(
+            Hint(
+                f"{k.name}: bank conflicts take {k.conflict_us:.1f} us of V; move one operand by 256 B, or the result "
+                "to another bank",
+                0.0,
+            )
+        )
     idle = chip.cores - k.schedule.cores
     if idle > 0 and k.core_us > k.launch_us:
         out.append(Hint(f"{k.name}: {idle} of {chip.cores} cores have nothing to do; cut the grid finer", 0.0))

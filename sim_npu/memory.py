@@ -6,6 +6,7 @@ linearly to nothing at W = 2 L2 (a random-replacement cache; assumed). First rea
 Re-reads (a second pass over a row, a parameter read by every core) hit L2 if what all cores touch in between fits.
 
     chip rate = min(L2 rate, HBM rate / share of bytes that miss)
+    its own rate = 1 / (share that misses / HBM rate of a core + share that hits / L2 rate of a core)
     read rate of a core = min(its own, chip rate * reads / (reads + writes) / (cores * duty^1/2))
     write rate of a core = min(its own, chip rate / (cores * duty^1/2))
 
@@ -96,10 +97,15 @@ def core_rates(t: Traffic, cores: int, duty: tuple[float, float], chip: ChipSpec
     chip_rate = t.chip_gbps * 1e3 / chip.clock_mhz  # bytes per cycle
     reading, writing = (max(1.0, cores * max(min(d, 1.0), 1e-3) ** DUTY_EXPONENT) for d in duty)
     read_share = t.reads / t.total if t.total else 1.0
-    return (
-        min(chip.mte2_bytes_per_cycle, chip_rate * read_share / reading),
-        min(chip.mte3_bytes_per_cycle, chip_rate / writing),
-    )
+    own_read = _mixed(t.reads, t.hbm_reads, chip.mte2_bytes_per_cycle, chip.l2_read_bytes_per_cycle)
+    own_write = _mixed(t.writes, t.hbm_writes, chip.mte3_bytes_per_cycle, chip.l2_write_bytes_per_cycle)
+    return min(own_read, chip_rate * read_share / reading), min(own_write, chip_rate / writing)
+
+
+def _mixed(moved: float, missed: float, hbm: float, l2: float | None) -> float:
+    """Rate of a core of which `missed` of `moved` bytes go at the HBM rate, the rest at the L2 rate."""
+    miss = missed / moved if moved else 1.0
+    return hbm if l2 is None else 1.0 / (miss / hbm + (1.0 - miss) / l2)
 
 
 def copy_cycles(bursts: int, size: int, head: float, rate: float, chip: ChipSpec) -> float:

@@ -178,8 +178,8 @@ def _kernel_equations(jaxpr: Any) -> Iterator[Any]:
             yield eqn
         elif (inner := inner_jaxpr(eqn)) is not None:
             yield from _kernel_equations(inner.jaxpr)
-        elif eqn.primitive.name == "shard_map":  # what one device runs
-            yield from _kernel_equations(_closed(eqn.params["jaxpr"]).jaxpr)
+        elif eqn.primitive.name == "shard_map":
+            yield from _kernel_equations(device_jaxpr(eqn).jaxpr)
         elif any(True for part in _jaxprs(eqn) for _ in _kernel_equations(part)):
             raise UnsupportedKernel(
                 f"a kernel inside `{eqn.primitive.name}` at {source_line(eqn)}: simulate what it repeats or chooses by "
@@ -311,7 +311,12 @@ def cond_parts(eqn: Any) -> tuple[jex.ClosedJaxpr, ...]:
     return tuple(_closed(b) for b in eqn.params["branches"])
 
 
-_INLINED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+def device_jaxpr(eqn: Any) -> jex.ClosedJaxpr:
+    """What one device of a `shard_map` equation runs, on shapes of its part."""
+    return _closed(eqn.params["jaxpr"])
+
+
+_INLINED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 _CONTROL = {"scan", "while", "cond", "pallas_call", "shard_map", "run_scoped"}
 
 
@@ -404,6 +409,12 @@ def source_line(eqn: Any) -> str:
         if "/jax/" not in path and "/jaxlib/" not in path:
             return f"{path.rsplit('/', 1)[-1]}:{frame.line_num} ({frame.function_name.rsplit('.', 1)[-1]})"
     return "unknown line"
+
+
+def scope(eqn: Any) -> str:
+    """Named scopes around an equation, and the name of the function if it is a jitted call, joined by slashes."""
+    parts = (str(eqn.source_info.name_stack), str(eqn.params.get("name") or "") if inner_jaxpr(eqn) else "")
+    return "/".join(p for p in parts if p)
 
 
 def is_literal(atom: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from sim_npu.result import KernelResult, SimReport
-from sim_npu.steps import StepReport
+from sim_npu.step_report import StepReport
 
 COLORS = {"MTE2": "#3572b0", "V": "#d1702a", "MTE3": "#3d9156", "S": "#8a8a8a"}
 KINDS = {"in": "#3572b0", "out": "#3d9156", "scratch": "#8562a8", "temporary": "#d1702a"}

@@ -37,13 +37,13 @@ class Shipped:
 
 # (chip, operator); operator "" is all of a chip's measured operators together
 SHIPPED: dict[tuple[str, str], Shipped] = {
-    ("910b2", ""): Shipped(launch=2.892, factor=1.2184, per_mb=0.0463, strength=1.0),
-    ("910b2", "rms_norm"): Shipped(launch=2.8686, factor=1.2807, per_mb=0.0192, strength=3.0),
-    ("910b2", "group_norm"): Shipped(launch=3.0515, factor=0.7942, per_mb=0.0, strength=1.0),
-    ("950", ""): Shipped(launch=0.5444, factor=1.0113, per_mb=0.0, strength=0.3),
+    ("910b2", ""): Shipped(launch=2.7365, factor=1.3112, per_mb=0.0535, strength=1.0),
+    ("910b2", "rms_norm"): Shipped(launch=3.7696, factor=1.2777, per_mb=0.0701, strength=0.3),
+    ("910b2", "group_norm"): Shipped(launch=4.3425, factor=1.0116, per_mb=0.022, strength=0.03),
+    ("950", ""): Shipped(launch=0.9122, factor=0.9979, per_mb=0.0, strength=1.0),
     ("950", "rms_norm"): Shipped(launch=1.2759, factor=0.9795, per_mb=0.0, strength=100.0),
-    ("950", "group_norm"): Shipped(launch=1.3019, factor=0.9955, per_mb=0.0007, strength=100.0),
-    ("950", "batch_norm_grad_v3"): Shipped(launch=1.1248, factor=0.8297, per_mb=0.0, strength=10.0),
+    ("950", "group_norm"): Shipped(launch=4.3272, factor=1.0297, per_mb=0.0033, strength=0.1),
+    ("950", "batch_norm_grad_v3"): Shipped(launch=1.1499, factor=0.907, per_mb=0.0, strength=10.0),
 }
 
 

@@ -53,10 +53,95 @@ def test_an_axis_that_is_no_integer(norm):
         norm(X, axis=1.5)
 
 
-@pytest.mark.parametrize("eps", [-1e-5, float("nan")])
+@pytest.mark.parametrize("eps", [-1e-5, float("nan"), float("inf")])
 def test_a_negative_epsilon(norm, eps):
     with pytest.raises(ValueError, match="`eps` must be >= 0"):
         norm(X, eps=eps)
+
+
+@pytest.mark.parametrize("eps", [1j, jnp.ones(3), [1e-5], "a", True])
+def test_an_epsilon_that_is_no_number(norm, eps):
+    with pytest.raises(TypeError, match="`eps` must be a number; got"):
+        norm(X, eps=eps)
+
+
+def test_a_traced_epsilon(norm):
+    with pytest.raises(TypeError, match="`eps` must be known while tracing; got a traced"):
+        jax.eval_shape(lambda eps: norm(X, eps=eps), 1e-5)
+
+
+def test_an_epsilon_of_numpy_or_jax_is_a_number_too():
+    for eps in (np.float32(0.5), jnp.float32(0.5)):
+        np.testing.assert_allclose(nl.layer_norm(np.array([[1.0, 3.0]]), eps=eps), [[-(1.5**-0.5), 1.5**-0.5]], 1e-6)
+
+
+@pytest.mark.parametrize("offset", [jnp.ones(8), "a", None])
+def test_a_scale_offset_that_is_no_number(norm, offset):
+    for scale in (None, jnp.ones(8)):
+        with pytest.raises(TypeError, match="`scale_offset` must be a number; got"):
+            norm(X, scale, scale_offset=offset)
+
+
+@pytest.mark.parametrize("call", [
+    lambda **k: nl.batch_norm_inference(X, jnp.zeros(8), jnp.ones(8), jnp.ones(8), **k),
+    lambda **k: nl.ada_layer_norm(X, jnp.zeros((4, 8)), jnp.zeros((4, 8)), **k),
+    lambda **k: nl.ada_layer_norm(X, None, jnp.zeros((4, 8)), **k),
+    lambda **k: nl.modulate(X, None, jnp.zeros((4, 6, 8)), **k),
+    lambda **k: nl.fold_dense_batch_norm(jnp.ones((2, 8)), None, jnp.zeros(8), jnp.ones(8), jnp.ones(8), **k),
+])  # fmt: skip
+def test_an_array_for_a_scale_offset_is_refused_beyond_the_engine_too(call):
+    with pytest.raises(TypeError, match="`scale_offset` must be a number; got Array"):
+        call(scale_offset=jnp.ones(8))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, bool])
+def test_an_integer_result_would_be_truncated(norm, dtype):
+    with pytest.raises(ValueError, match="`out_dtype` must be a floating or complex type; got (int8|bool)"):
+        norm(X, out_dtype=dtype)
+
+
+@pytest.mark.parametrize("call", [
+    lambda **k: nl.batch_norm_inference(X, jnp.zeros(8), jnp.ones(8), **k), lambda **k: nl.batch_norm_act(X, **k),
+    lambda **k: nl.ada_layer_norm(X, jnp.zeros((4, 8)), jnp.zeros((4, 8)), **k),
+    lambda **k: nl.dynamic_tanh(X, 0.5, **k), lambda **k: nl.group_norm_silu(X, num_groups=2, **k),
+    lambda **k: nl.batch_norm_act_inference(X, jnp.zeros(8), jnp.ones(8), **k),
+])  # fmt: skip
+def test_an_integer_result_of_a_composed_operator(call):
+    with pytest.raises(ValueError, match="`out_dtype` must be a floating or complex type; got int8"):
+        call(out_dtype=jnp.int8)
+
+
+def test_a_result_that_is_no_dtype(norm):
+    with pytest.raises(TypeError, match="`out_dtype` must be a dtype; got 'best'"):
+        norm(X, out_dtype="best")
+
+
+def test_a_real_result_of_complex_values(norm):
+    with pytest.raises(ValueError, match="`out_dtype` must be complex, as x is"):
+        norm(X + 1j, out_dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("name", ["scale", "bias"])
+def test_a_complex_parameter_of_a_real_array(norm, name):
+    with pytest.raises(TypeError, match=f"`{name}` is complex64, but x is float32"):
+        norm(X, **{name: jnp.ones(8, jnp.complex64)})
+
+
+def test_random_keys_are_no_numbers(norm):
+    with pytest.raises(TypeError, match="`x` must be an array of numbers; got dtype key"):
+        norm(jax.random.split(jax.random.key(0), 4))
+
+
+@pytest.mark.parametrize("name", [3, 1.5, {"d"}, ["d", 3]])
+def test_an_axis_name_that_is_no_name(norm, name):
+    with pytest.raises(TypeError, match="`axis_name` must name a mesh axis"):
+        norm(X, axis_name=name)
+
+
+@pytest.mark.parametrize("groups", [[0, 1], 3, "ab", [["a"]], [[0.5, 1]]])
+def test_groups_that_are_no_groups_of_indices(norm, groups):
+    with pytest.raises(TypeError, match="`axis_index_groups` must be a sequence of groups"):
+        norm(X, axis_name="d", axis_index_groups=groups)
 
 
 def test_no_epsilon_is_picked_silently(norm):  # CASES: C15
@@ -183,11 +268,24 @@ def test_the_engine_refuses_parameters_that_would_grow_y():
         nl.normalize(X, jnp.ones((5, 1, 1, 1)), axes=(1,), eps=0.0)
 
 
-@pytest.mark.parametrize("momentum", [-0.1, 1.5])
+@pytest.mark.parametrize("momentum", [-0.1, 1.5, np.float32(1.5), jnp.float32(1.5), float("nan")])
 def test_a_momentum_outside_of_zero_to_one(momentum):
     moments = nl.Moments.of(jnp.ones((3, 2)), 0)
     with pytest.raises(ValueError, match=r"`momentum` is the weight of the old value.*\[0, 1\]"):
         nl.update_running(jnp.zeros(2), jnp.ones(2), moments, momentum=momentum)
+
+
+@pytest.mark.parametrize("momentum", ["a", None, 1j, True, [0.9]])
+def test_a_momentum_that_is_no_number(momentum):
+    moments = nl.Moments.of(jnp.ones((3, 2)), 0)
+    with pytest.raises(TypeError, match="`momentum` must be a number"):
+        nl.update_running(jnp.zeros(2), jnp.ones(2), moments, momentum=momentum)
+
+
+def test_a_traced_momentum_is_taken_as_it_is():
+    moments = nl.Moments.of(jnp.array([[1.0], [3.0]]), 0)
+    run = jax.jit(lambda m: nl.update_running(jnp.zeros(1), jnp.ones(1), moments, momentum=m))
+    assert [t.tolist() for t in run(0.5)] == [[1.0], [1.0]]
 
 
 def test_inference_without_statistics():

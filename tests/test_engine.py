@@ -223,3 +223,12 @@ def test_y_can_be_left_unrounded_for_an_epilogue(name, rule):
     assert y.dtype == jnp.float32 and dx.dtype == jnp.bfloat16
     reference.assert_rounded(y, ref.y, ref.y_size)
     reference.assert_rounded(dx, ref.dx, ref.dx_size, what="dx")
+
+
+@pytest.mark.parametrize("norm", [nl.layer_norm, nl.rms_norm])
+def test_an_epsilon_of_zero_gives_nan_for_equal_entries_alone(norm):
+    x = jnp.array([[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 6.0]])
+    y = np.asarray(norm(x, eps=0.0))
+    row = np.float64(x[1]) - (3.0 if norm is nl.layer_norm else 0.0)
+    assert np.isnan(y[0]).all()
+    np.testing.assert_allclose(y[1], row / np.sqrt((row**2).mean()), rtol=3e-7)

@@ -298,3 +298,20 @@ def test_wrong_values_are_refused(call, message):  # CASES: D19
 def test_wrong_types_are_refused(call, message):
     with pytest.raises(TypeError, match=message):
         call()
+
+
+@pytest.mark.parametrize("operator", ["batch_norm", "batch_norm_act", "conv_batch_norm_relu"])
+def test_a_wider_shift_does_not_widen_the_statistics(operator):
+    x = np.random.default_rng(0).normal(size=(12, 8, 4)).astype(np.float32) + 3
+    first = (jnp.eye(4, dtype=x.dtype)[None],) if operator == "conv_batch_norm_relu" else ()
+    shift = np.float64(x).mean((0, 1)) + 0.01
+    with jax.enable_x64(True):
+        run = jax.jit(lambda x, k: jax.value_and_grad(lambda x: loss(x, k), has_aux=True)(x))
+
+        def loss(x, k):
+            out = getattr(nl, operator)(x, *first, shift=k)
+            return (out.y**2).sum(), out.moments
+
+        (_, moments), dx = run(jnp.asarray(x), jnp.asarray(shift))
+        assert {t.dtype for t in moments[1:]} == {np.dtype("float32")} and dx.dtype == np.float32
+    np.testing.assert_allclose(moments.var, np.float64(x).var((0, 1)), rtol=1e-6)

@@ -333,8 +333,9 @@ def test_an_illegal_virtual_batch_size_lists_the_legal_ones_in_training_only():
         layer.apply(variables, X, mutable=["batch_stats"], **TRAIN)
 
 
-def test_the_examples_of_the_layers_guide_hold():
-    guide = Path(__file__).resolve().parents[1] / "docs" / "layers.md"
-    failed, tried = doctest.testfile(str(guide), module_relative=False)
+@pytest.mark.parametrize("guide", ["layers", "statistics"])
+def test_the_examples_of_a_guide_hold(guide):
+    path = Path(__file__).resolve().parents[1] / "docs" / f"{guide}.md"
+    failed, tried = doctest.testfile(str(path), module_relative=False)
     assert failed == 0
     assert tried > 20

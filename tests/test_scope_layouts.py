@@ -1,5 +1,7 @@
 """Batch norm and its relatives over meshes of other layouts: two axes, split features and space, unequal parameters."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -126,3 +128,87 @@ def test_partly_manual_meshes_leave_the_channels_to_xla():
     ref = OP.at(x6.shape).reference(x6)
     want = OP.at(x6.shape).reference(x6, None, None, 3 * ref.y**2)
     np.testing.assert_allclose(dx, want.dx, atol=2e-5)
+
+
+@pytest.mark.parametrize(("channels", "groups"), [(8, 4), (8, 8), (8, 2), (16, 4)])
+def test_group_norm_with_channels_on_an_explicit_mesh(channels, groups):
+    op = dataclasses.replace(BY_NAME["group_norm"], options={"groups": groups, "channel": 2, "eps": 1e-5})
+    op = op.at((3, 6, channels))
+    rng = np.random.default_rng(0)
+    x, dy = rng.normal(size=(2, *op.shape)).astype(np.float32)
+    scale, bias = rng.normal(size=(2, channels)).astype(np.float32)
+    split, rows = (jax.NamedSharding(mesh(explicit=True), s) for s in (P("d"), P(None, None, "d")))
+    given = (jax.device_put(x, rows), *(jax.device_put(t, split) for t in (scale, bias)), jax.device_put(dy, rows))
+
+    @jax.jit
+    def run(x, scale, bias, dy):
+        y, vjp = jax.vjp(lambda *a: nl.group_norm(*a, num_groups=groups, rescale=channels == 16), x, scale, bias)
+        return y, *vjp(dy)
+
+    y, dx, dscale, dbias = run(*given)
+    ref = op.reference(x, scale, bias, dy)
+    assert y.sharding.spec == rows.spec and dscale.sharding.spec == split.spec
+    reference.assert_rounded(y, ref.y, ref.y_size)
+    reference.assert_rounded(dx, ref.dx, ref.dx_size, what="dx")
+    reference.assert_sum(dscale, ref.dscale, op.kept_shape)
+    reference.assert_sum(dbias, ref.dbias, op.kept_shape)
+
+
+@pytest.mark.parametrize("options", [{}, {"method": "two_phase"}, {"axis_index_groups": [[0, 1]]}])
+def test_partly_manual_meshes_with_explicit_channels(options):
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    grid = jax.make_mesh((2, 2), ("d", "m"), axis_types=kinds, devices=jax.devices()[:4])
+    x = np.random.default_rng(0).normal(size=(8, 6, 8)).astype(np.float32)
+
+    def run(x):
+        return jax.grad(lambda x: (nl.batch_norm(x, axis_name="d", **options).y ** 3).sum())(x)
+
+    with jax.set_mesh(grid):
+        f = jax.shard_map(run, in_specs=P("d"), out_specs=P("d"), axis_names={"d"})
+        dx = jax.jit(f)(jax.device_put(x, jax.NamedSharding(grid, P("d", None, "m"))))
+    op = OP.at(x.shape)
+    want = op.reference(x, None, None, 3 * op.reference(x).y ** 2)
+    np.testing.assert_allclose(dx, want.dx, atol=2e-5)
+
+
+@pytest.mark.parametrize(("size", "ragged"), [(3, True), (4, False)])
+def test_virtual_batches_that_do_not_fit_explicitly_sharded_rows_are_named(size, ragged):
+    x = jax.device_put(np.ones((8, 6, 8), np.float32), jax.NamedSharding(mesh(explicit=True), P("d")))
+    with pytest.raises(ValueError, match=rf"`virtual_batch_size` {size} does not divide the 2 rows.*auto_axes"):
+        nl.batch_norm(x, virtual_batch_size=size, ragged=ragged)
+
+
+def test_batch_invariance_over_an_explicitly_sharded_row_is_named():
+    x = jax.device_put(np.ones((8, 6, 8), np.float32), jax.NamedSharding(mesh(explicit=True), P(None, None, "d")))
+    with pytest.raises(ValueError, match=r"`batch_invariant` needs each row whole.*'d'"):
+        nl.layer_norm(x, batch_invariant=True)
+
+
+@pytest.mark.parametrize(("options", "rule"), [
+    ({}, "reverse"), ({"axis_index_groups": [[0, 1], [2, 3]]}, "reverse"), ({"method": "two_phase"}, "reverse"),
+    ({"method": "adaptive"}, "reverse"), ({"virtual_batch_size": 2}, "reverse"), ({"virtual_batch_size": 2}, "both"),
+])  # fmt: skip
+def test_gradients_taken_outside_of_vmap(options, rule):
+    x, scale, bias, dy = batch()
+    x4, dy4 = (t.reshape(4, -1, *t.shape[1:]) for t in (x, dy))
+    a, b = np.random.default_rng(1).normal(size=(2, C)).astype(np.float32)
+    shift = {"shift": x.mean((0, 1))} if options.get("method") == "adaptive" else {}
+
+    def member(x):
+        out = nl.batch_norm(x, scale, bias, axis_name="d", rule=rule, **options, **shift)
+        return out.y, out.moments.mean, out.moments.var
+
+    def loss(x, with_moments):
+        y, mean, var = jax.vmap(member, axis_name="d", out_axes=(0, None, None))(x)
+        return (y * dy4).sum() + with_moments * ((mean * a).sum() + (var * b).sum())
+
+    grad = jax.jit(jax.grad(loss))
+    dx = np.asarray(grad(x4, 0.0)).reshape(x.shape)
+    size = ROWS // 2 if "axis_index_groups" in options else options.get("virtual_batch_size", ROWS)
+    for start in range(0, ROWS, size):
+        rows = slice(start, start + size)
+        ref = OP.reference(x[rows], scale, bias, dy[rows])
+        reference.assert_rounded(dx[rows], ref.dx, ref.dx_size, what="dx")
+    from_moments = np.asarray(grad(x4, 1.0)).reshape(x.shape) - dx
+    n, mean = ROWS * x.shape[1], np.float64(x).mean((0, 1))
+    np.testing.assert_allclose(from_moments, a / n + 2 * b * (x - mean) / n, rtol=1e-4, atol=2e-6)

@@ -26,7 +26,7 @@ from train.display import Display, say
 from train.errors import ConfigError
 from train.log import Log, read, write_atomically
 from train.loop import NO_TOTALS, EpochReport, Report, Totals, fit, make_evaluate
-from train.models import NormChoice, build
+from train.models import NormChoice, build, single_value_norms
 from train.parallel import State, Step, axis_name, init_state, make_mesh, make_place, make_step
 from train.plots import plot_curves
 
@@ -191,6 +191,7 @@ def run(config: Classify, *, console: Console) -> dict[str, Any]:
             state, totals = checkpoints.restore(state)
             say(console, f"Continuing {config.out} after step {resumed} of {job.total_steps}.")
         say(console, describe(job))
+        warn(job, console)
         with Log(log_path, fixed={"norm": config.norm}, resume_step=resumed) as log, Display(console) as display:
             if resumed is None:
                 log.write("start", **header(job, collectives))
@@ -202,6 +203,19 @@ def run(config: Classify, *, console: Console) -> dict[str, Any]:
     write_atomically(config.out / "summary.json", json.dumps(summary, indent=2) + "\n")
     plot_curves(records, config.out / "curves.png", title=f"{job.data.name}, {describe(job)}")
     return summary
+
+
+def warn(job: Job, console: Console) -> None:
+    """Say before training what would train in silence without learning: batch norms of one value per channel."""
+    norms = single_value_norms(job.model, job.choice, job.data.image_shape)
+    if norms:
+        say(
+            console,
+            f"Warning: {', '.join(norms)} of {job.config.norm} would train on one value per channel "
+            f"(`rows_per_device` is {job.config.rows_per_device}, BN span {job.choice.span}): the variance is 0 and "
+            "the output is the bias, whatever the image. Give more `--rows-per-device`, `--norm sync_bn` to share "
+            "statistics over devices, or `--norm group_norm`, which needs no other row.",
+        )
 
 
 def claim(config: Classify) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from train.checkpoint import Checkpoints
-from train.classify import claim, clear, header, make_directory, prepare, statistics_collectives, train
+from train.classify import claim, clear, header, make_directory, prepare, statistics_collectives, train, warn
 from train.config import Demo
 from train.data import load_digits
 from train.display import Display, say, summary_table
@@ -41,6 +41,7 @@ def run(config: Demo, *, console: Console) -> list[dict[str, Any]]:
         for job in jobs:
             started = time.perf_counter()
             claim(job.config)
+            warn(job, console)
             state = job.fresh_state()
             collectives = statistics_collectives(job, state)
             resume = None if job is jobs[0] else job.total_steps  # one log for all: the first run begins it

@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn import dtypes
 from flax.typing import Dtype, Initializer
 from jaxtyping import Array
+
+from normlib import _layers
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -29,9 +34,16 @@ class _Norm(nnx.Module):
                 value = nnx.data(value)  # it may hold arrays
             if name not in used_up:
                 setattr(self, name, value)
+        _layers.check_settings(self)
 
-    def _promoted(self, x: Array) -> tuple[Array, Array | None, Array | None]:
-        return self.promote_dtype((x, _value(self.scale), _value(self.bias)), dtype=self.dtype)
+    def _promoted(self, *arrays: Array | None) -> Any:
+        """The arrays by a `promote_dtype` of the user's own; Flax's would only widen x before it is kept.
+
+        With Flax's the operators find the same dtype for y, compute in float32 and round once.
+        """
+        if self.promote_dtype is dtypes.promote_dtype:
+            return jax.tree.map(jnp.asarray, arrays)
+        return self.promote_dtype(arrays, dtype=self.dtype)
 
 
 def _parameter(

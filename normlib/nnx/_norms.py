@@ -141,8 +141,11 @@ class BatchNorm(_Norm):
         """
         evaluating = self._evaluating(use_running_average)
         running = self._running()
-        x, scale, bias = self._with_running(x, running, _value(self.scale), _value(self.bias))
-        y, new = _layers.batch_norm(self, x, scale, bias, mask, running, use_running_average=evaluating)
+        stored = (None, None) if running is None else running[:2]
+        x, *stored, scale, bias = self._promoted(x, *stored, _value(self.scale), _value(self.bias))
+        y, new = _layers.batch_norm(
+            self, x, scale, bias, mask, running, use_running_average=evaluating, promoted_with=tuple(stored)
+        )  # fmt: skip
         self._write(new)
         return y
 
@@ -158,12 +161,6 @@ class BatchNorm(_Norm):
         if new is not None:
             for name in self._stored():
                 _store(getattr(self, name), getattr(new, name))
-
-    def _with_running(self, x, running, scale, bias):
-        """x, scale and bias as `promote_dtype` makes them of all five arrays."""
-        mean, var = (None, None) if running is None else running[:2]
-        x, _, _, scale, bias = self.promote_dtype((x, mean, var, scale, bias), dtype=self.dtype)
-        return x, scale, bias
 
     def _evaluating(self, given: bool | None) -> bool:
         if self.frozen or not self.track_running_stats:
@@ -247,7 +244,8 @@ class LayerNorm(_Norm):
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
         """Normalise x `[...]`, measuring where `mask` (bool, broadcastable to x) holds; y has x's shape."""
-        return _layers.layer_norm(self, *self._promoted(x), mask)
+        x, scale, bias = self._promoted(x, _value(self.scale), _value(self.bias))
+        return _layers.layer_norm(self, x, scale, bias, mask)
 
 
 class RMSNorm(_Norm):
@@ -290,7 +288,7 @@ class RMSNorm(_Norm):
 
     def __call__(self, x: Array, mask: Array | None = None) -> Array:
         """Normalise x `[...]`, measuring where `mask` (bool, broadcastable to x) holds; y has x's shape."""
-        x, scale = self.promote_dtype((x, _value(self.scale)), dtype=self.dtype)
+        x, scale = self._promoted(x, _value(self.scale))
         return _layers.layer_norm(self, x, scale, None, mask, centered=False)
 
 
@@ -348,7 +346,8 @@ class GroupNorm(_Norm):
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
         """Normalise x `[..., C]`, measuring where `mask` (bool, broadcastable to x) holds; y has x's shape."""
-        return _layers.group_norm(self, *self._promoted(x), mask, num_groups=self.num_groups)
+        x, scale, bias = self._promoted(x, _value(self.scale), _value(self.bias))
+        return _layers.group_norm(self, x, scale, bias, mask, num_groups=self.num_groups)
 
 
 class InstanceNorm(_Norm):
@@ -395,4 +394,5 @@ class InstanceNorm(_Norm):
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
         """Normalise x `[N, ...]`, measuring where `mask` (bool, broadcastable to x) holds; y has x's shape."""
-        return _layers.instance_norm(self, *self._promoted(x), mask)
+        x, scale, bias = self._promoted(x, _value(self.scale), _value(self.bias))
+        return _layers.instance_norm(self, x, scale, bias, mask)

@@ -118,7 +118,10 @@ class TilePass:
             return _behind(activation, affine_tile, *operands)
 
         def kernel(*operands):
-            return elementwise(tile, _affine_order(operands), name="affine_act", dtype=dtype, machine=self.machine)
+            operands = _affine_order(operands)
+            return elementwise(
+                tile, operands, name="affine_act", dtype=dtype, machine=self.machine, temporary=20
+            )  # fmt: skip
 
         def formula(*operands):
             return _behind(activation, xla.mapped, *_affine_order(operands)).astype(dtype)
@@ -138,7 +141,8 @@ class TilePass:
 
         def kernel(*operands):
             body = functools.partial(pulled, affine_tile)
-            return elementwise(body, _affine_order(operands), name="act_grad", dtype=dtype, machine=self.machine)
+            operands = _affine_order(operands)
+            return elementwise(body, operands, name="act_grad", dtype=dtype, machine=self.machine, temporary=24)
 
         def formula(*operands):
             return pulled(xla.mapped, *_affine_order(operands)).astype(dtype)

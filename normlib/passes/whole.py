@@ -162,34 +162,44 @@ class _Parameters:
     def found(self, out: RowGrad, run, terms, given: Given, weights, activation) -> dict[str, Array]:
         """The cotangents, float32, in the parameters' shapes."""
         columns = {"scale": "s1", "bias": "s0"}
-        found = {k: self.merged(run, self.view.back(out.columns[columns[k]]), k) for k in self.by_row}
-        for k, parts in out.sums.items():
-            a, p, l = parts.shape
-            (whole,) = (
-                kernel_sums(lambda t: (t,), [parts], axes=(1,), number=1, name="grad_sums_merge", machine=run.machine)
-                if p > 1 else (parts,)
-            )  # fmt: skip
-            found[k] = unbroadcast(self.view.back(whole.reshape(a, 1, l)), self.shapes[k])
+        rows = {k: self.view.back(out.columns[columns[k]]) for k in self.by_row}
+        found = self.merged(run, rows) | self.collected_in(out, run)
         by_axes: dict[tuple[int, ...], list[str]] = {}
         for k in self.shapes:
             if k not in found:
                 by_axes.setdefault(_summed_axes(self.shape, self.shapes[k]), []).append(k)
         for axes, keys in by_axes.items():
             c = [self.view.back(out.columns[key]) for key in ("c0", "c1")] if "sum" in keys else [None, None]
-            found |= zip(keys, kernel_sums(
-                row_sums_terms(activation, weights, keys), [*terms, *c, *given], axes=axes, number=len(keys),
-                name="grad_sums", machine=run.machine,
-            ))  # fmt: skip
+            operands = [*terms, *c, *given]
+            found |= zip(keys, _sums(run, row_sums_terms(activation, weights, keys), operands, axes, len(keys)))
         return found
 
-    def merged(self, run, t: Array, key: str) -> Array:
-        """Sums of rows, summed to the parameter's shape."""
+    def collected_in(self, out: RowGrad, run) -> dict[str, Array]:
+        """Partial sums over rows, merged in their order."""
+        if not out.sums:
+            return {}
+        parts = list(out.sums.values())
+        a, number, l = parts[0].shape
+        if number > 1:
+            parts = _sums(run, lambda *t: t, parts, (1,), len(parts), rows=number)
+        whole = {k: self.view.back(t.reshape(a, 1, l)) for k, t in zip(out.sums, parts)}
+        return {k: unbroadcast(t, self.shapes[k]) for k, t in whole.items()}
+
+    def merged(self, run, rows: dict[str, Array]) -> dict[str, Array]:
+        """Sums of rows, summed to the parameters' shapes."""
+        if len({self.shapes[k] for k in rows}) > 1:
+            return {key: t for k in rows for key, t in self.merged(run, {k: rows[k]}).items()}
+        if not rows:
+            return {}
+        key, t = next(iter(rows.items()))
         axes = _summed_axes(t.shape, self.shapes[key])
-        if not axes:
-            return t
-        return kernel_sums(
-            lambda u: (u,), [t], axes=axes, number=1, name="grad_sums_merge", machine=run.machine
-        )[0]  # fmt: skip
+        return dict(zip(rows, _sums(run, lambda *t: t, list(rows.values()), axes, len(rows)))) if axes else rows
+
+
+def _sums(run, terms, operands, axes, number: int, rows: int | None = None) -> list[Array]:
+    name = "grad_sums_merge" if len(operands) == number else "grad_sums"
+    found = kernel_sums(terms, operands, axes=axes, number=number, name=name, machine=run.machine, rows=rows)
+    return list(found)
 
 
 def _summed_axes(shape: Shape, to: Shape) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array
 
 from normlib.passes.xla import own_copy
-from normlib.scope import Scope, gather, stack
+from normlib.scope import Scope, axis_size, gather, stack
 
 
 def largest_magnitude(n: Array, axes: tuple[int, ...], where: Array | None, scope: Scope) -> Array:
@@ -43,7 +43,7 @@ def _tops(reductions, ignored, n: Array, axes, where: Array | None, scope: Scope
     missing = jnp.isnan(jnp.sum(1 / (1 + seen * seen), axes, keepdims=True))
     if scope.names:
         words = stack([*(jnp.where(missing, 0, t) for t in tops), missing.astype(jnp.float32)])
-        *tops, found = jnp.max(gather(words, scope.names, scope.groups), 0)
+        *tops, found = jnp.max(gather(words, scope.names, axis_size(scope.names), scope.groups), 0)
         missing = found > 0
     return [jnp.where(missing, jnp.nan, t) for t in tops]
 

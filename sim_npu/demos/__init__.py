@@ -6,6 +6,7 @@ to build arguments for the command line, and `plan_space(shape, dtype)` where it
 
 from sim_npu.demos.channel import channel_stats as channel_stats
 from sim_npu.demos.grad import channel_grad as channel_grad
+from sim_npu.demos.grad import channel_scale as channel_scale
 from sim_npu.demos.group import group_norm as group_norm
 from sim_npu.demos.rows import rms_norm as rms_norm
 from sim_npu.demos.rows import rms_norm_chunked as rms_norm_chunked

@@ -1,7 +1,8 @@
 """Gradient of a per-channel norm: two sums per channel, then one element-wise pass.
 
 Channels are dealt to cores. A channel whose elements fit is read once; otherwise a first phase of the grid sums and
-a second one writes. Without training the gradient does not pass through the statistics, and one phase does both.
+a second one writes. Without training the gradient does not pass through the statistics, and one phase does both;
+`channel_scale` is that gradient alone, without the two sums.
 """
 
 from __future__ import annotations
@@ -164,5 +165,77 @@ def example_arrays(shape: tuple[int, ...], dtype: Any) -> tuple[jax.ShapeDtypeSt
     return x, x, stat, stat, stat
 
 
+def channel_scale(
+    dy: jax.Array,
+    scale: jax.Array,
+    var: jax.Array,
+    *,
+    eps: float = 1e-5,
+    plan: TilePlan | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """dx = dy * scale / sqrt(var + eps): the gradient to x of a per-channel norm with statistics held fixed.
+
+    Args:
+      dy: `[N, C, R]`.
+      scale, var: `[C]`, float32.
+      eps: added to the variance.
+      plan: `rows` is channels per block, `chunk` elements of R (of N where R is 1) at a time.
+      interpret: run in Pallas' interpreter.
+
+    Returns:
+      `[N, C, R]` in dy's dtype. No step depends on another, so few channels still use every core.
+    """
+    n, c, r = dy.shape
+    plan = plan or TilePlan()
+    if r == 1:
+        cb = min(c, plan.rows or 512)
+        tile: tuple[int, ...] = (min(n, plan.chunk or max(1, min(8192 // cb, pl.cdiv(n, CORES)))), cb)
+        array: tuple[int, ...] = (n, c)
+        column: tuple[int, ...] = (1, cb)
+        grid: tuple[int, ...] = (pl.cdiv(n, tile[0]), pl.cdiv(c, cb))
+        stats = pl.BlockSpec(column, lambda i, j: (0, j))
+        moving = pl.BlockSpec(tile, lambda i, j: (i, j))
+    else:
+        rb = min(r, plan.chunk or 8192)
+        cb = min(c, plan.rows or max(1, min(8192 // (pl.cdiv(rb, 16) * 16), pl.cdiv(n * c, CORES))))
+        array, column, grid = dy.shape, (1, cb, 1), (n, pl.cdiv(c, cb), pl.cdiv(r, rb))
+        stats = pl.BlockSpec(column, lambda i, j, t: (0, j, 0))
+        moving = pl.BlockSpec((1, cb, rb), lambda i, j, t: (i, j, t))
+
+    def kernel(dy_ref, scale_ref, var_ref, dx_ref):
+        factor = scale_ref[...] / jnp.sqrt(var_ref[...] + eps)
+        dx_ref[...] = (dy_ref[...].astype(jnp.float32) * factor).astype(dx_ref.dtype)
+
+    stat = (1, c) if r == 1 else (1, c, 1)
+    return pl.pallas_call(
+        kernel,
+        name="channel_scale",
+        grid=grid,
+        in_specs=[moving, stats, stats],
+        out_specs=moving,
+        out_shape=jax.ShapeDtypeStruct(array, dy.dtype),
+        interpret=interpret,
+    )(dy.reshape(array), *(s.reshape(stat).astype(jnp.float32) for s in (scale, var))).reshape(dy.shape)
+
+
+def _scale_plans(dy: Any, *rest: Any) -> Iterator[TilePlan]:
+    """Channels per block and chunks around the default."""
+    n, c, r = dy.shape
+    yield TilePlan()
+    if r == 1:
+        yield from (TilePlan(chunk=m) for m in (4, 8, 16, 32) if m <= n)
+    else:
+        yield from (TilePlan(rows=k) for k in (1, 2, 4, 8, 16, 32, 64, 128) if k <= c and k * min(r, 8192) <= 16384)
+        yield from (TilePlan(rows=1, chunk=m) for m in (2048, 4096, 16384) if m < r)
+
+
+def _scale_arrays(shape: tuple[int, ...], dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    dy, *_, var, scale = example_arrays(shape, dtype)
+    return dy, scale, var
+
+
+channel_scale.example_arrays = _scale_arrays  # type: ignore[attr-defined]
+channel_scale.plan_space = _scale_plans  # type: ignore[attr-defined]
 channel_grad.example_arrays = example_arrays  # type: ignore[attr-defined]
 channel_grad.plan_space = plan_space  # type: ignore[attr-defined]

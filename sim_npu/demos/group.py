@@ -15,9 +15,9 @@ from sim_npu.plan import TilePlan
 BUDGET = 144 * 1024  # bytes of unified buffer for a group's tiles
 
 
-def _bytes_per_element(dtype: Any) -> int:
-    """x and y twice, and float32 for the group and one temporary."""
-    return 4 * jnp.dtype(dtype).itemsize + 8
+def _bytes_per_element(dtype: Any, *, streamed: bool = False) -> int:
+    """x and y twice, float32 for the group and one temporary, and for two running sums when streamed."""
+    return 4 * jnp.dtype(dtype).itemsize + (16 if streamed else 8)
 
 
 def group_norm(
@@ -27,19 +27,21 @@ def group_norm(
     *,
     groups: int,
     eps: float = 1e-5,
+    about_first: bool = True,
     plan: TilePlan | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """y = (x - mean) / sqrt(var + eps) * scale + bias, mean and var per group; float32 inside, rounded once.
 
     A group that fits is read once and its variance taken about the mean. A longer one is read twice in chunks,
-    with sums of x and x² about the group's first element.
+    with sums of x and x² about the group's first element, or about zero (E[x²] - mean², as shipped on A2).
 
     Args:
       x: `[N, C, R]`.
       scale, bias: `[C]`.
       groups: number of groups, a divisor of C.
       eps: added to the variance.
+      about_first: whether a streamed group's sums are about its first element.
       plan: `residency`, and `chunk` elements at a time when streaming; `rows` samples per block where R is 1.
       interpret: run in Pallas' interpreter.
 
@@ -58,14 +60,14 @@ def group_norm(
     room = BUDGET // _bytes_per_element(x.dtype)
     if r == 1 and (groups == 1 or per % 128 == 0):
         return _rows(x.reshape(n, c), scale, bias, groups, eps, min(n, plan.rows or max(1, room // per)), interpret)
-    args = (x.reshape(n * groups, per, r), scale.reshape(groups, per, 1), bias.reshape(groups, per, 1))
+    args = (x.reshape(n * groups, per, r), scale.astype(jnp.float32), bias.astype(jnp.float32), groups)
     if (plan.residency or ("row" if per * width <= room else "stream")) == "row":
         y = _resident(*args, eps, interpret)
     else:
-        limit = plan.chunk or room
+        limit = plan.chunk or BUDGET // _bytes_per_element(x.dtype, streamed=True)
         elements = min(r, max(16, limit // 16 * 16))
         channels = max(1, min(per, limit // width))
-        y = _streamed(*args, eps, channels, elements, interpret)
+        y = _streamed(*args, eps, channels, elements, about_first, interpret)
     return y.reshape(x.shape)
 
 
@@ -97,9 +99,15 @@ def _rows(
     )(x, scale.reshape(1, c).astype(jnp.float32), bias.reshape(1, c).astype(jnp.float32)).reshape(n, c, 1)
 
 
-def _resident(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float, interpret: bool) -> jax.Array:
+def _affine(scale_ref: Any, bias_ref: Any, start: Any, channels: int) -> tuple[jax.Array, jax.Array]:
+    """Columns `[channels, 1]` of scale and bias, which lie in the buffer as rows from the first step on."""
+    at = pl.ds(start, channels)
+    return scale_ref[0, at].reshape(channels, 1), bias_ref[0, at].reshape(channels, 1)
+
+
+def _resident(x: jax.Array, scale: jax.Array, bias: jax.Array, groups: int, eps: float, interpret: bool) -> jax.Array:
     rows, per, r = x.shape
-    groups = scale.shape[0]
+    c = groups * per
     inverse = 1.0 / (per * r)
 
     def kernel(x_ref, scale_ref, bias_ref, y_ref):
@@ -107,10 +115,11 @@ def _resident(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float, inter
         mean = jnp.sum(v) * inverse
         centred = v - mean
         rstd = 1.0 / jnp.sqrt(jnp.sum(centred * centred) * inverse + eps)
-        y_ref[...] = (centred * (scale_ref[...] * rstd) + bias_ref[...]).astype(y_ref.dtype)
+        factor, offset = _affine(scale_ref, bias_ref, (pl.program_id(0) % groups) * per, per)
+        y_ref[...] = (centred * (factor * rstd) + offset).astype(y_ref.dtype)
 
     block = pl.BlockSpec((None, per, r), lambda i: (i, 0, 0))
-    affine = pl.BlockSpec((None, per, 1), lambda i: (i % groups, 0, 0))
+    affine = pl.BlockSpec((1, c), lambda i: (0, 0))
     return pl.pallas_call(
         kernel,
         name="group_norm",
@@ -120,52 +129,68 @@ def _resident(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float, inter
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         interpret=interpret,
-    )(x, scale.astype(jnp.float32), bias.astype(jnp.float32))
+    )(x, scale.reshape(1, c), bias.reshape(1, c))
 
 
 def _streamed(
-    x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float, channels: int, elements: int, interpret: bool
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    groups: int,
+    eps: float,
+    channels: int,
+    elements: int,
+    about_first: bool,
+    interpret: bool,
 ) -> jax.Array:
-    """Blocks of `channels` by `elements` of space, walked twice; what lies outside the group is masked."""
+    """Blocks of `channels` by `elements` of space, walked twice; `elements` is all of it where `channels` is not 1.
+
+    Sums run per position of the block and are reduced once per group: a reduction of every block would take more
+    vector instructions than all the rest.
+    """
     rows, per, r = x.shape
-    groups = scale.shape[0]
+    c = groups * per
     inverse = 1.0 / (per * r)
 
-    def kernel(x_ref, scale_ref, bias_ref, y_ref, first_ref, sum_ref, square_ref):
-        phase, k, t = pl.program_id(1), pl.program_id(2), pl.program_id(3)
+    def kernel(x_ref, scale_ref, bias_ref, y_ref, first_ref, sum_ref, square_ref, shift_ref, rstd_ref):
+        group, phase, k, t = pl.program_id(0) % groups, pl.program_id(1), pl.program_id(2), pl.program_id(3)
 
         @pl.when((phase == 0) & (k == 0) & (t == 0))
         def _():
-            first_ref[...] = x_ref[0:1, 0:1].astype(jnp.float32)
+            first_ref[...] = x_ref[0:1, 0:1].astype(jnp.float32) if about_first else jnp.zeros_like(first_ref)
             sum_ref[...] = jnp.zeros_like(sum_ref)
             square_ref[...] = jnp.zeros_like(square_ref)
 
-        def add(masked):
-            v = x_ref[...].astype(jnp.float32) - first_ref[...]
-            if masked:
-                inside = jax.lax.broadcasted_iota(jnp.int32, (channels, elements), 1) < r - t * elements
-                if per % channels:
-                    inside &= jax.lax.broadcasted_iota(jnp.int32, (channels, elements), 0) < per - k * channels
-                v = jnp.where(inside, v, 0.0)
-            sum_ref[...] += jnp.sum(v, keepdims=True)
-            square_ref[...] += jnp.sum(v * v, keepdims=True)
+        def add(height, width):
+            v = x_ref[0:height, 0:width].astype(jnp.float32)
+            if about_first:
+                v = v - first_ref[...]
+            sum_ref[:, 0:width] += v if height == 1 else jnp.sum(v, axis=0, keepdims=True)
+            square_ref[:, 0:width] += v * v if height == 1 else jnp.sum(v * v, axis=0, keepdims=True)
 
-        partial = ((k + 1) * channels > per) | ((t + 1) * elements > r)  # only these blocks need a mask
-        if per % channels or r % elements:
-            pl.when((phase == 0) & partial)(lambda: add(True))
-            pl.when((phase == 0) & jnp.logical_not(partial))(lambda: add(False))
+        # What the last block holds of the group is known when tracing, so nothing is masked.
+        tail = (per % channels or channels, r % elements or elements)
+        partial = ((k + 1) * channels > per) | ((t + 1) * elements > r)
+        if tail != (channels, elements):
+            pl.when((phase == 0) & partial)(lambda: add(*tail))
+            pl.when((phase == 0) & jnp.logical_not(partial))(lambda: add(channels, elements))
         else:
-            pl.when(phase == 0)(lambda: add(False))
+            pl.when(phase == 0)(lambda: add(channels, elements))
+
+        @pl.when((phase == 1) & (k == 0) & (t == 0))
+        def _():
+            shift = jnp.sum(sum_ref[...], keepdims=True) * inverse
+            rstd_ref[...] = 1.0 / jnp.sqrt(jnp.sum(square_ref[...], keepdims=True) * inverse - shift * shift + eps)
+            shift_ref[...] = first_ref[...] + shift
 
         @pl.when(phase == 1)
         def _():
-            shift = sum_ref[...] * inverse
-            rstd = 1.0 / jnp.sqrt(square_ref[...] * inverse - shift * shift + eps)
-            factor = scale_ref[...] * rstd
-            offset = bias_ref[...] - (first_ref[...] + shift) * factor
+            scale_column, bias_column = _affine(scale_ref, bias_ref, group * per + k * channels, channels)
+            factor = scale_column * rstd_ref[...]
+            offset = bias_column - shift_ref[...] * factor
             y_ref[...] = (x_ref[...].astype(jnp.float32) * factor + offset).astype(y_ref.dtype)
 
-    affine = pl.BlockSpec((None, channels, 1), lambda i, phase, k, t: (i % groups, k, 0))
+    affine = pl.BlockSpec((1, c + channels), lambda i, phase, k, t: (0, 0))  # the last block reaches beyond
     moving = pl.BlockSpec((None, channels, elements), lambda i, phase, k, t: (i, k, t))
     return pl.pallas_call(
         kernel,
@@ -174,10 +199,10 @@ def _streamed(
         in_specs=[moving, affine, affine],
         out_specs=pl.BlockSpec((None, channels, elements), lambda i, phase, k, t: (i, k * phase, t * phase)),
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        scratch_shapes=[pltpu.VMEM((1, 1), jnp.float32)] * 3,
+        scratch_shapes=[pltpu.VMEM((1, width), jnp.float32) for width in (1, elements, elements, 1, 1)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary")),
         interpret=interpret,
-    )(x, scale.astype(jnp.float32), bias.astype(jnp.float32))
+    )(x, scale.reshape(1, c), bias.reshape(1, c))
 
 
 def plan_space(x: Any, *rest: Any) -> Iterator[TilePlan]:

@@ -18,16 +18,15 @@ from jax.experimental.pallas import tpu as pltpu
 from sim_npu.plan import TilePlan
 
 UB_FOR_ROWS = 160 * 1024  # bytes of unified buffer that a default plan fills, leaving room for statistics
+UB_FOR_SUMS = 24 * 1024  # of what is left: partial sums and columns, 320 B a row
 UB_FOR_CHUNKS = 184 * 1024  # with temporaries of a chunk only, less needs to be left
 
 
-def _bytes_per_element(dtype: Any) -> int:
-    """Two buffers for x and two for y, and float32 temporaries for the row and its square."""
-    return 4 * jnp.dtype(dtype).itemsize + 8
-
-
 def _rows_that_fit(d: int, dtype: Any, *, budget: int = UB_FOR_ROWS) -> int:
-    return (budget - 8 * d) // (_bytes_per_element(dtype) * max(d, 1))
+    """Rows whose tiles fit: two buffers for x and two for y, float32 for the row and its square, partial sums."""
+    tile, wide = (pl.cdiv(size * d, 32) * 32 for size in (jnp.dtype(dtype).itemsize, 4))
+    tiles = 4 * tile + 2 * wide
+    return min((budget - 8 * d) // tiles, (budget + UB_FOR_SUMS - 8 * d) // (tiles + 320))
 
 
 def default_plan(shape: tuple[int, ...], dtype: Any) -> TilePlan:

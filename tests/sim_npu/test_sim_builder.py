@@ -34,9 +34,9 @@ def test_the_first_step_of_one_core_takes_the_sum_of_its_parts():
     chip = CHIP.replace(scalar_step=0.0, setup_us=0.0)
     (k,) = simulate(add(steps=1), chip=chip, cache="cold").kernels
 
-    read = 8192 / chip.mte2_bytes_per_cycle + chip.mte2_head
-    vector = chip.vec_head_first + 32
-    assert k.timeline.cycles == pytest.approx(2 * read + vector + 8192 / chip.mte3_bytes_per_cycle)
+    read = 8192 / chip.mte2_bytes_per_cycle + chip.mte2_head  # a cold cache: from HBM
+    vector = chip.vec_head_first + 2 * 32  # z is written to the bank and groups that x is read from
+    assert k.timeline.cycles == pytest.approx(2 * read + vector + 8192 / chip.l2_write_bytes_per_cycle)  # into L2
 
 
 def test_double_buffering_hides_work_behind_copies():

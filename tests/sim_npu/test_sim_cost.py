@@ -76,6 +76,38 @@ def test_operands_in_one_bank_group_cost_every_repeat_twice(second, conflict):
     assert op_cost(op("arith", (4096,)), CHIP, UbMap(196608, tenants, {})).conflict == conflict
 
 
+SPAN = 16 * 4096  # bytes after which the next bank of every group begins
+
+
+@pytest.mark.parametrize(
+    ("x", "z", "share"),
+    [
+        (0, 16384, 1),  # same group, same bank: the write waits for the read
+        (0, 16384 + 256, 0),  # half a row of groups apart
+        (0, SPAN, 0),  # next bank of the same group
+        (SPAN - 8192, SPAN + 8192, 0.5),  # the read reaches that bank half-way
+        (16384, 0, 1),  # whichever comes first
+        (512, 512, 0),  # in place: read before it is written
+    ],
+)
+def test_a_write_into_the_bank_that_is_read_costs_the_repeat_twice(x, z, share):
+    tenants = (Tenant("x", "in", 16384, 1, x), Tenant("z", "out", 16384, 1, z))
+    copy = VecOp("neg", "arith", (4096,), "float32", "z", (4096,), "float32", ("x",))
+
+    cost = op_cost(copy, CHIP, UbMap(196608, tenants, {}))
+    assert (cost.busy, cost.conflict) == (64, 64 * share)
+    assert op_cost(copy, get_chip("950"), UbMap(196608, tenants, {})).conflict == 0  # operands in registers
+
+
+def test_a_repeat_with_both_kinds_of_conflict_takes_twice_and_a_small_operand_none():
+    tenants = tuple(Tenant(n, "in", 16384, 1, a) for n, a in (("x", 0), ("y", 16384), ("z", 32768)))
+    assert op_cost(op("arith", (4096,)), CHIP, UbMap(196608, tenants, {})).conflict == 64
+
+    row = (tenants[0], Tenant("y", "in", 256, 1, 16384 + 256), Tenant("z", "out", 16384, 1, 32768 + 256))
+    spread = op("arith", (64, 64), broadcast="minor")  # y and z share a group, x and z do not; y stays where it is
+    assert op_cost(spread, CHIP, UbMap(196608, row, {})).conflict == 0
+
+
 @pytest.mark.parametrize(("broadcast", "conflict"), [("", 64), ("major", 64), ("scalar", 0), ("minor", 0)])
 def test_an_operand_that_stays_in_place_does_not_collide(broadcast, conflict):
     tenants = (Tenant("x", "in", 16384, 1, 0), Tenant("y", "in", 16384, 1, 512))

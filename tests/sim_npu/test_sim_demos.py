@@ -60,12 +60,13 @@ def test_channel_statistics_with_uneven_parts(n, c):
         ((9, 30, 1), 1, TilePlan(rows=4)),
     ],
 )
-def test_group_norm_in_every_tiling(shape, groups, plan):
+@pytest.mark.parametrize("about_first", [True, False])
+def test_group_norm_in_every_tiling(shape, groups, plan, about_first):
     x, scale = normal(*shape, mean=3.0), normal(shape[1], seed=1)
     wide = np.asarray(x, np.float64).reshape(shape[0], groups, -1)
     hat = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
 
-    got = demos.group_norm(x, scale, scale + 1, groups=groups, plan=plan, interpret=True)
+    got = demos.group_norm(x, scale, scale + 1, groups=groups, about_first=about_first, plan=plan, interpret=True)
 
     want = hat.reshape(shape) * np.asarray(scale)[:, None] + np.asarray(scale + 1)[:, None]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
@@ -95,6 +96,28 @@ def test_channel_gradient_against_float64(shape, plan, training):
     np.testing.assert_allclose(dbias, sums[0], atol=2e-5)
     np.testing.assert_allclose(dscale, sums[1], atol=2e-5)
     np.testing.assert_allclose(dx, inner * np.asarray(scale * rstd)[:, None], atol=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "plan"),
+    [((3, 8, 50), None), ((3, 8, 50), TilePlan(rows=3, chunk=16)), ((37, 40, 1), TilePlan(rows=16, chunk=8))],
+)
+def test_gradient_under_fixed_statistics_against_float64(shape, plan):
+    dy, scale, var = normal(*shape, seed=1), normal(shape[1], seed=2), jnp.exp(normal(shape[1], seed=3))
+
+    dx = demos.channel_scale(dy, scale, var, plan=plan, interpret=True)
+
+    wide = (np.asarray(a, np.float64)[:, None] for a in (scale, var))
+    want = np.asarray(dy, np.float64) * next(wide) / np.sqrt(next(wide) + 1e-5)
+    np.testing.assert_allclose(dx, want, rtol=1e-5, atol=1e-6)
+
+
+def test_few_channels_of_a_gradient_under_fixed_statistics_use_every_core():
+    args = demos.channel_scale.example_arrays((4, 2, 100_000), "float16")
+    (kernel,) = simulate(demos.channel_scale, *args).kernels
+
+    assert kernel.schedule.cores == 48
+    assert kernel.traffic.total == pytest.approx(2 * 2 * 4 * 2 * 100_000, rel=0.01)
 
 
 @pytest.mark.parametrize("name", KERNELS[:4])

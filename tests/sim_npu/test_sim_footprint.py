@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim_npu import CapacityError, TilePlan, demos, get_chip, programs_of, simulate
+from sim_npu.demos.rows import default_plan
 from sim_npu.footprint import queue_depths, temporaries, ub_map
 from sim_npu.ir import CubeOp, Loop, VecOp, When, tile_bytes
 
@@ -49,7 +50,7 @@ def live_values(body, reads_after):
 
 @settings(max_examples=40, deadline=None)
 @given(d=st.integers(1, 70_000), dtype=st.sampled_from(DTYPES), chip=st.sampled_from(["910b2", "950", "310p"]))
-def test_every_row_length_has_a_plan_that_fits_and_allocates_inside_the_buffer(d, dtype, chip):
+def test_every_row_length_has_a_plan_that_fits_and_allocates_inside_the_buffer(d, dtype, chip):  # CASES: D10
     spec, plan = get_chip(chip), TilePlan()
     (program,) = programs_of(demos.rms_norm, ((96, d), dtype), ((d,), dtype), plan=plan)
 
@@ -59,18 +60,35 @@ def test_every_row_length_has_a_plan_that_fits_and_allocates_inside_the_buffer(d
     assert allocate(program, ub, plan) == ub.used <= spec.ub_bytes
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_no_row_length_is_left_out_between_resident_and_streamed(dtype):
+@pytest.mark.parametrize(
+    ("n", "dtype"), [*((96, d) for d in DTYPES), (1 << 20, "float32"), (1 << 20, "float16"), (1 << 20, "int8")]
+)
+def test_no_row_length_to_70000_is_left_out_between_resident_and_streamed(n, dtype):  # CASES: D10
+    """One plan serves a run of lengths, in which the buffer only fills up: every run's last length fits, so all do."""
     spec, plan = get_chip("910b2"), TilePlan()
-    for d in [*range(1, 70_001, 307), *range(8_000, 9_000, 13), 70_000]:
-        (program,) = programs_of(demos.rms_norm, ((96, d), dtype), ((d,), dtype), plan=plan)
-        assert ub_map(program, spec, plan).fits, d
+    tilings = [default_plan((n, d), dtype) for d in range(1, 70_001)]
+    ends = [d for d in range(1, 70_001) if d == 70_000 or tilings[d] != tilings[d - 1]]  # tilings[d - 1] is of length d
+    starts = [1, *(d + 1 for d in ends[:-1])]
+    kinds = {(t.residency, t.chunk is None) for t in tilings}
+    assert kinds == {("row", True), ("row", False), ("stream", False)}  # whole rows, chunks of them, streamed
+
+    def used(d):
+        (program,) = programs_of(demos.rms_norm, ((n, d), dtype), ((d,), dtype), plan=plan)
+        ub = ub_map(program, spec, plan)
+        assert ub.fits and allocate(program, ub, plan) == ub.used <= spec.ub_bytes, (d, ub.complaint())
+        return ub.used
+
+    for i, (start, end) in enumerate(zip(starts, ends)):
+        if end in (*ends[-4:], *ends[:2]) or i % 8 == 0:  # the long runs and some of the short ones: it only fills up
+            inside = [used(d) for d in sorted({start, (start + end) // 2, end})]
+            assert inside == sorted(inside)
+        else:
+            used(end)
 
 
 @settings(max_examples=25, deadline=None)
 @given(d=st.integers(1, 20_000), rows=st.integers(1, 32), depth=st.integers(1, 4), dtype=st.sampled_from(DTYPES))
-def test_the_map_says_fits_exactly_when_the_allocation_stays_inside(d, rows, depth, dtype):
+def test_the_map_says_fits_exactly_when_the_allocation_stays_inside(d, rows, depth, dtype):  # CASES: D10
     spec, plan = get_chip("910b2"), TilePlan(rows=rows, residency="row", queue_depth=depth)
     (program,) = programs_of(demos.rms_norm, ((64, d), dtype), ((d,), dtype), plan=plan)
 

@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import sim_npu
@@ -150,72 +149,3 @@ def test_a_traced_tiling_is_shared_by_plans_of_other_depths():
 
     a, b = (programs_of(demos.rms_norm, *args, plan=TilePlan(rows=2, queue_depth=d)) for d in (1, 2))
     assert a is b
-
-
-def train_step(weights, x, y):
-    def loss(weights):
-        h = x
-        for w in weights:
-            h = jax.nn.relu(h @ w)
-            h = demos.rms_norm(h, jnp.ones(h.shape[-1], h.dtype)) if w.shape[0] == 7 else h
-        return jnp.mean((h - y) ** 2)
-
-    value, grads = jax.value_and_grad(loss)(weights)
-    return [w - 0.1 * g for w, g in zip(weights, grads)], value
-
-
-STEP = ([((256, 512), "bfloat16"), ((512, 128), "bfloat16")], ((1024, 256), "bfloat16"), ((1024, 128), "bfloat16"))
-
-
-def test_a_train_step_counts_every_product_and_adds_up():
-    step = simulate_step(train_step, *STEP)
-    products = [op for op in step.ops if op.kind == "matrix product"]
-
-    # forward 2, backward: both weights' gradients and the first layer's output
-    assert len(products) == 5
-    n, dims = 1024, (256, 512, 128)
-    forward = 2 * n * (dims[0] * dims[1] + dims[1] * dims[2])
-    assert sum(op.flops for op in products) == 2 * forward + 2 * n * dims[1] * dims[2]
-    assert sum(step.shares().values()) == pytest.approx(step.total_us)
-    assert {op.unit for op in products} == {"cube"}
-
-
-def test_fusing_and_keeping_the_cubes_format_both_save_time():
-    plain = simulate_step(train_step, *STEP, fuse=False)
-    fused = simulate_step(train_step, *STEP)
-    fractal = simulate_step(train_step, *STEP, formats="fractal")
-
-    assert plain.total_us > fused.total_us > fractal.total_us
-    assert len(plain.ops) > len(fused.ops) > len(fractal.ops)
-    assert "format conversion" in fused.shares() and "format conversion" not in fractal.shares()
-
-
-def test_a_fused_chain_moves_its_ends_only():
-    step = simulate_step(lambda x: jnp.tanh(x * 2 + 1), ((1000, 64), "float32"))
-
-    (op,) = step.ops
-    assert op.bytes == 2 * 1000 * 64 * 4
-
-
-def test_a_loop_multiplies_its_body_and_a_pallas_kernel_is_simulated():
-    def fn(x, scale):
-        y, _ = jax.lax.scan(lambda c, _: (demos.rms_norm(c, scale), None), x, None, length=7)
-        return y
-
-    args = ((512, 256), "float32"), ((256,), "float32")
-    step = simulate_step(fn, *args)
-    kernel = next(op for op in step.ops if op.kind == "Pallas kernel")
-
-    assert kernel.times == 7
-    assert kernel.us == pytest.approx(7 * simulate(demos.rms_norm, *args).total_us, rel=1e-6)
-
-
-def test_a_convolution_counts_its_flops():
-    def conv(x, w):
-        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-    step = simulate_step(conv, ((8, 14, 14, 32), "float16"), ((3, 3, 32, 64), "float16"))
-    (op,) = [op for op in step.ops if op.kind == "convolution"]
-
-    assert op.flops == 2 * 8 * 14 * 14 * 64 * 3 * 3 * 32
-    assert "convolution" in str(step) and "rules assumed" in str(step)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sim_npu import TilePlan, demos, get_chip, programs_of, simulate
 from sim_npu.ir import BlockUse, TileProgram
-from sim_npu.memory import copy_cycles, split_traffic
+from sim_npu.memory import copy_cycles, core_rates, split_traffic
 from sim_npu.schedule import schedule
 
 CHIP = get_chip("910b2")
@@ -137,6 +137,37 @@ def test_bypassing_inputs_leave_l2_to_the_outputs():
 def test_an_unknown_cache_state_is_refused():
     with pytest.raises(ValueError, match="`cache` must be one of.*'hot'"):
         simulate(demos.rms_norm, ((64, 64), "float32"), ((64,), "float32"), cache="hot")
+
+
+def test_a_core_alone_reads_and_writes_l2_faster_than_hbm_and_mixes_by_share():
+    chip = CHIP.replace(
+        mte2_bytes_per_cycle=30.0,
+        mte3_bytes_per_cycle=20.0,
+        l2_read_bytes_per_cycle=60.0,
+        l2_write_bytes_per_cycle=40.0,
+        l2_gbps=1e6,
+        chip_gbps=1e6,
+    )
+
+    def rates(unique, cache, chip=chip):
+        return core_rates(split(unique, cache, chip), 1, (1.0, 1.0), chip)
+
+    assert rates(chip.l2_bytes // 4, "warm") == (60.0, 40.0)
+    assert rates(chip.l2_bytes // 4, "cold") == (30.0, 40.0)  # first reads from HBM, writes into L2
+    assert rates(chip.l2_bytes, "warm") == (30.0, 20.0)  # in and out are twice L2: nothing hits
+    half = rates(chip.l2_bytes * 3 // 4, "warm")  # in and out are 1.5 L2: half hits
+    assert half == pytest.approx((1 / (0.5 / 30 + 0.5 / 60), 1 / (0.5 / 20 + 0.5 / 40)))
+    plain = chip.replace(l2_read_bytes_per_cycle=None, l2_write_bytes_per_cycle=None)
+    assert rates(chip.l2_bytes // 4, "warm", plain) == (30.0, 20.0)
+
+
+def test_a_streamed_group_norm_reads_x_twice_and_the_affine_pair_once_per_core():
+    args = demos.group_norm.example_arrays((4, 64, 100_000), "float16")
+    plan = TilePlan(chunk=8192, residency="stream")
+    (k,) = simulate(demos.group_norm, *args, groups=16, plan=plan).kernels
+
+    x = 2 * 4 * 64 * 100_000
+    assert k.traffic.reads == 2 * x + 48 * 2 * 4 * 64 and k.traffic.writes == x
 
 
 def test_a_copy_costs_its_head_its_pieces_and_whole_blocks():

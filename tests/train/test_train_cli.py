@@ -11,7 +11,7 @@ from train.__main__ import main
 from train.config import Classify, Demo
 from train.errors import ConfigError
 from train.log import read
-from train.models import NormChoice
+from train.models import NormChoice, build, single_value_norms
 from train.plots import plot_curves
 
 FIELDS = {"norm", "rows_per_device", "bn_span", "test_error", "statistics_collectives_per_step", "seconds"}
@@ -39,6 +39,31 @@ def test_local_batch_norm_collapses_at_two_rows_and_the_others_do_not(tmp_path, 
         if record.get("epoch") == 2 and "test_error" in record
     ]
     assert ends == [(record["norm"], record["test_error"]) for record in summary]
+
+
+@pytest.mark.parametrize(("norm", "devices", "rows", "warned"), [
+    ("local_bn", 2, 1, True), ("local_bn", 2, 2, False), ("sync_bn", 2, 1, False), ("sync_bn", 1, 1, True),
+    ("group_norm", 1, 1, False),
+])  # fmt: skip
+def test_norms_of_one_value_are_warned_of_once_before_training(norm, devices, rows, warned, tmp_path, capsys):
+    data = write_tiny_data(tmp_path / "data", train_rows=devices * rows * 2, test_rows=3)
+    command = f"classify --devices {devices} --rows-per-device {rows} --norm {norm} --epochs 1"
+
+    assert main(f"{command} --data-dir {data} --out {tmp_path / 'out'}".split()) == 0
+
+    printed = capsys.readouterr().out
+    assert printed.count("Warning") == warned
+    if warned:
+        before, _, after = printed.partition("Warning: BatchNorm_0, BatchNorm_1, BatchNorm_2 of " + norm)
+        assert "one value per channel (`rows_per_device` is 1, BN span 1)" in after and "--rows-per-device" in after
+        assert "epoch 1/1" not in before and "epoch 1/1" in after
+
+
+def test_the_resnet_s_norms_are_warned_of_where_a_picture_shrinks_to_one_pixel():
+    choice = NormChoice("local_bn", rows_per_device=1, devices=2)
+    norms = single_value_norms(build("resnet", choice, classes=3), choice, (4, 4, 1))
+    assert norms == ["Block_2/BatchNorm_0", "Block_2/BatchNorm_1", "Block_2/BatchNorm_2"]
+    assert single_value_norms(build("resnet", choice, classes=3), choice, (8, 8, 1)) == []
 
 
 def test_classify_writes_its_files_and_says_so(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Two small classifiers with the norm chosen by name.
+"""Which norm a model builds, by name, and how many rows share its statistics.
 
 The one line that differs from a Flax model is the import of the norm layers: `normlib.linen` has the same names,
 arguments and parameter layout, and adds `virtual_batch_size`: rows that share statistics, inside a device or across
@@ -7,19 +7,19 @@ devices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float
 
 from normlib import linen as norm
 from train.errors import ConfigError
 
 NormName = Literal["local_bn", "sync_bn", "ghost_bn", "group_norm", "layer_norm"]
-ModelName = Literal["mlp", "resnet"]
 NORMS: tuple[NormName, ...] = get_args(NormName)
 BATCH_NORMS: tuple[NormName, ...] = ("local_bn", "sync_bn", "ghost_bn")
 
@@ -105,63 +105,31 @@ class NormChoice:
         )
 
 
-class MLP(nn.Module):
-    """Dense layers, each with norm and ReLU, then a dense layer of logits. `[N, H, W, C]` → `[N, classes]`."""
+def single_value_norms(model: nn.Module, choice: NormChoice, image_shape: Sequence[int]) -> list[str]:
+    """Paths of the batch norms that would train on one value per channel, whose output is their bias whatever x is.
 
-    norm: NormChoice
-    classes: int = 10
-    widths: Sequence[int] = (128, 128, 128)
+    Args:
+      model: as `build` makes it.
+      choice: its norm.
+      image_shape: `[H, W, C]` of one image.
 
-    @nn.compact
-    def __call__(self, images: Float[Array, "n h w c"], *, train: bool) -> Float[Array, "n classes"]:
-        x = images.reshape(images.shape[0], -1)
-        for width in self.widths:
-            x = nn.relu(self.norm.layer(train=train)(nn.Dense(width)(x)))
-        return nn.Dense(self.classes)(x)
+    Returns:
+      Names such as "BatchNorm_0", in the order in which they are called; traced, never run.
 
-
-class Block(nn.Module):
-    """Residual block: two 3×3 convolutions; a 1×1 convolution on the short cut where the shape changes."""
-
-    norm: NormChoice
-    width: int
-    stride: int = 1
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "n h w c"], *, train: bool) -> Float[Array, "n h2 w2 c2"]:
-        strides = (self.stride, self.stride)
-        y = nn.Conv(self.width, (3, 3), strides, use_bias=False)(x)
-        y = nn.relu(self.norm.layer(train=train)(y))
-        y = nn.Conv(self.width, (3, 3), use_bias=False)(y)
-        y = self.norm.layer(train=train)(y)
-        if x.shape != y.shape:
-            x = self.norm.layer(train=train)(nn.Conv(self.width, (1, 1), strides, use_bias=False)(x))
-        return nn.relu(x + y)
-
-
-class ResNet(nn.Module):
-    """Small residual network for images of 8×8 to 32×32 pixels. `[N, H, W, C]` → `[N, classes]`."""
-
-    norm: NormChoice
-    classes: int = 10
-    widths: Sequence[int] = (16, 32, 64)
-
-    @nn.compact
-    def __call__(self, images: Float[Array, "n h w c"], *, train: bool) -> Float[Array, "n classes"]:
-        x = nn.Conv(self.widths[0], (3, 3), use_bias=False)(images)
-        x = nn.relu(self.norm.layer(train=train)(x))
-        for stage, width in enumerate(self.widths):
-            x = Block(self.norm, width, stride=1 if stage == 0 else 2)(x, train=train)
-        return nn.Dense(self.classes)(jnp.mean(x, axis=(1, 2)))
-
-
-def build(name: ModelName, norm_choice: NormChoice, *, classes: int) -> nn.Module:
-    """The model called `name`.
-
-    Raises:
-      ConfigError: an unknown name.
+    >>> from train.models import build
+    >>> local = NormChoice("local_bn", rows_per_device=1, devices=8)
+    >>> single_value_norms(build("mlp", local, classes=10), local, (8, 8, 1))
+    ['BatchNorm_0', 'BatchNorm_1', 'BatchNorm_2']
     """
-    models = {"mlp": MLP, "resnet": ResNet}
-    if name not in models:
-        raise ConfigError(f"`model` is {name!r}; expected one of {', '.join(models)}.")
-    return models[name](norm=norm_choice, classes=classes)
+    found: list[str] = []
+
+    def noticed(call, args, kwargs, context):
+        called = isinstance(context.module, norm.BatchNorm) and context.method_name == "__call__"
+        if called and choice.span * math.prod(args[0].shape[1:-1]) == 1:
+            found.append("/".join(context.module.path))
+        return call(*args, **kwargs)
+
+    image = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
+    with nn.intercept_methods(noticed):
+        jax.eval_shape(lambda key, x: model.init(key, x, train=False), jax.random.key(0), image)
+    return found

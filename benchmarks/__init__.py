@@ -1,0 +1,1 @@
+"""Side-by-side measurements; each package is one command."""
