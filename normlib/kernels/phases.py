@@ -8,7 +8,7 @@ axes of the grid, the carry lives in scratch, and every phase reads the row agai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,7 +18,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from normlib.kernels.machine import Machine
-from normlib.kernels.tile import Chunk, Operand, fold, inside, lanes_per_tile, launch, output, rows_per_tile
+from normlib.kernels.tile import Chunk, Operand, fold, inside, launch, output
+from normlib.kernels.tiling import CORES, Tiling
 from normlib.kernels.view import View
 
 Columns = tuple[Array, ...]  # of [rows, 1]
@@ -33,6 +34,7 @@ class Phase:
       step: (chunk, refs, carry, results so far) -> carry.
       end: (refs, carry, results so far) -> new results, appended to those so far.
       carried, found: how many arrays the carry and the new results are.
+      flat_carry, flat: whether the carry, and how many of the new results, the first ones, are `[1, 1]`.
     """
 
     first: Callable[[Chunk, Any, Columns], Columns]
@@ -40,129 +42,8 @@ class Phase:
     end: Callable[[Any, Columns, Columns], Columns]
     carried: int
     found: int
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How rows are cut: `rows` per tile, `chunk` lanes at a time, `streamed` where a row does not stay.
-
-    `others` are further tilings that fit, for a tuner to choose from.
-    """
-
-    rows: int
-    chunk: int
-    streamed: bool
-    others: tuple[Tiling, ...] = ()
-
-
-CORES = 48  # a tile is no larger than leaves one for every core
-CHUNKS = (4096, 2048, 1024)
-STREAMED = (2048, 4096, 1024)  # several rows of 2048 beat one of 4096 on the simulator
-
-
-def tiling(
-    shape: tuple[int, int, int], machine: Machine, *, moving: int, temporary: int, fixed: int = 0,
-    rows: int | None = None, chunk: int | None = None, residency: str | None = None, pooled: bool = False,
-) -> Tiling:  # fmt: skip
-    """What fits: whole rows with their temporaries, else resident rows in chunks, else streamed rows.
-
-    Args:
-      shape: (A, M, L).
-      machine: where it runs.
-      moving: bytes per element that stay for the row: operands and outputs of the full shape, twice.
-      temporary: bytes per element of float32 values in use at once.
-      fixed: bytes per lane that a tile holds once: operands of one row, twice.
-      rows, chunk, residency: asked for, or None.
-      pooled: a tile holds all M rows; see `pooled_fits`.
-    """
-    _, m, l = shape
-    if machine.masked:  # a block is a pointer there: nothing has to stay
-        together = _all_rows(m, machine) if pooled else 1
-        lanes = lanes_per_tile(l, chunk or max(16, 4096 // together), machine)
-        return Tiling(together if pooled else rows_per_tile(m, rows or max(1, 4096 // lanes), machine), lanes, False)
-    if rows is not None and chunk is None and residency == "row":
-        return Tiling(rows_per_tile(m, rows, machine), l, False)
-    cuts = _Cuts(m, l, machine, moving, temporary, fixed, pooled)
-    chunks = [chunk] if chunk is not None else list(CHUNKS)
-    found: list[Tiling] = []
-    if residency != "stream":
-        if chunk is None:
-            found += cuts.whole()
-        found += [t for c in chunks for t in cuts.resident(c, force=residency == "row")]
-    if residency == "stream" or not found or (machine.tuner is not None and residency is None):
-        found += [t for c in (chunks if chunk is not None else STREAMED) for t in cuts.streamed(c)]
-    if not found:
-        size = (machine.tile_bytes // cuts.least - machine.row_bytes) // (moving + temporary + fixed)
-        found = [Tiling(cuts.least, lanes_per_tile(l, max(1, min(size, *chunks, 4096)), machine), True)]
-    if rows is not None and not pooled:
-        found = [replace(found[0], rows=rows_per_tile(m, rows, machine))]
-    return replace(found[0], others=tuple(found[1:]))
-
-
-@dataclass(frozen=True)
-class _Cuts:
-    """Tilings of rows of length l that fit a machine, the best guess of each kind first."""
-
-    m: int
-    l: int
-    machine: Machine
-    moving: int
-    temporary: int
-    fixed: int
-    pooled: bool = False
-
-    @property
-    def least(self) -> int:
-        """Fewest rows of a tile."""
-        return self.m if self.pooled else rows_per_tile(self.m, 1, self.machine)
-
-    def _tilings(self, chunk: int, bytes_per_row: int, fixed: int, streamed: bool, most: int) -> list[Tiling]:
-        least = self.least
-        fit = (self.machine.tile_bytes - fixed) // (bytes_per_row + self.machine.row_bytes)
-        if fit < least:
-            return []
-        if self.pooled:
-            return [Tiling(least, chunk, streamed)]
-        share = min(fit, max(1, pl.cdiv(self.m, CORES)), most)
-        counts = dict.fromkeys(rows_per_tile(self.m, n, self.machine) for n in (share, share // 2, share // 4) if n)
-        return [Tiling(n, chunk, streamed) for n in counts if n <= max(fit, least)]
-
-    def _padded(self, n: int) -> int:
-        return pl.cdiv(n, self.machine.lane_multiple) * self.machine.lane_multiple
-
-    def whole(self) -> list[Tiling]:
-        """A row and its temporaries at once."""
-        width = self._padded(self.l)
-        return self._tilings(self.l, width * (self.moving + self.temporary), width * self.fixed, False, 4096)
-
-    def resident(self, chunk: int, force: bool) -> list[Tiling]:
-        """A row stays, temporaries are of a chunk."""
-        lanes = lanes_per_tile(self.l, chunk, self.machine)
-        width = pl.cdiv(self.l, lanes) * lanes
-        found = self._tilings(lanes, width * self.moving + lanes * self.temporary, width * self.fixed, False, 16)
-        return found or ([Tiling(self.least, lanes, False)] if force else [])
-
-    def streamed(self, chunk: int) -> list[Tiling]:
-        """Chunks of a row come and go."""
-        lanes = lanes_per_tile(self.l, chunk, self.machine)
-        size = lanes * (self.moving + self.temporary)
-        return self._tilings(lanes, size, lanes * self.fixed, True, max(1, 8192 // lanes))
-
-
-MOST_POOLED = 1024  # rows of a tile of a Triton program
-MOST_MOVED = 80  # bytes per element of a pooled tile: four float32 operands and results, twice, and temporaries
-
-
-def pooled_fits(view: View, machine: Machine) -> bool:
-    """Whether a tile can hold some lanes of all rows of a set."""
-    _, m, l = view.tile_shape
-    if machine.masked:
-        return _all_rows(m, machine) <= MOST_POOLED
-    return m * (machine.lane_multiple * MOST_MOVED + machine.row_bytes) <= machine.tile_bytes
-
-
-def _all_rows(m: int, machine: Machine) -> int:
-    return pl.next_power_of_2(m) if machine.power_of_two else m
+    flat_carry: bool = False
+    flat: int = 0
 
 
 @dataclass(frozen=True)
@@ -236,7 +117,6 @@ class _Rows:
         """Store the columns."""
         for ref, single in targets:
             for i, value in enumerate(self.columns(done)):
-                value = value[:1] if single and value.shape[0] != 1 else value
                 Chunk(self.machine, i, 1, None, None if single else rows, 1).write(ref, value)
 
     def resident(self, *refs: Any) -> None:
@@ -271,17 +151,19 @@ class _Rows:
         arrays, targets, scratch = self.split(refs)
         carries, kept = scratch[: self.most], scratch[self.most :]
         known = 0
+        here, c = pl.program_id(2), pl.program_id(3)  # not known inside a branch
         for number, phase in enumerate(self.phases):
             last = number == len(self.phases) - 1
-            walk = _Walk(self, phase, arrays, targets, carries, kept[:known], kept[known:], last)
-            pl.when(pl.program_id(2) == number)(walk)
+            walk = _Walk(self, c, phase, arrays, targets, carries, kept[:known], kept[known:], last)
+            pl.when(here == number)(walk)
             known += phase.found
 
     @property
     def scratch(self) -> list[Any]:
         """Of streamed rows: the carry, then the results of all phases."""
-        found = sum(phase.found for phase in self.phases)
-        return [pltpu.VMEM((self.tile.rows, 1), jnp.float32) for _ in range(self.most + found)]
+        carries = [1 if self.phases[0].flat_carry else self.tile.rows] * self.most
+        kept = [1 if i < phase.flat else self.tile.rows for phase in self.phases for i in range(phase.found)]
+        return [pltpu.VMEM((rows, 1), jnp.float32) for rows in carries + kept]
 
     def block(self, i, j, *rest):
         """(outer index, block of rows) at a grid step."""
@@ -325,12 +207,12 @@ class _Rows:
 class _Walk:
     """One phase of streamed rows: what happens at each of its chunks."""
 
-    def __init__(self, run: _Rows, phase: Phase, arrays, targets, carries, known, found, last: bool):
-        self.run, self.phase, self.arrays, self.targets = run, phase, arrays, targets
+    def __init__(self, run: _Rows, c, phase: Phase, arrays, targets, carries, known, found, last: bool):
+        self.c, self.run, self.phase, self.arrays, self.targets = c, run, phase, arrays, targets
         self.carries, self.known, self.found, self.last = carries, known, found, last
 
     def __call__(self) -> None:
-        c, chunks = pl.program_id(3), self.run.chunks
+        c, chunks = self.c, self.run.chunks
         tail = self.run.l % self.run.tile.chunk != 0
         pl.when(c == 0)(lambda: self.begin(tail and chunks == 1))
         if chunks > 1 and tail:

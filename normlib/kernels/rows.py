@@ -16,8 +16,9 @@ from jaxtyping import Array
 
 from normlib.kernels.affine import affine_tile, as_bytes
 from normlib.kernels.machine import Machine
-from normlib.kernels.phases import Columns, Out, Phase, run_rows, tiling
+from normlib.kernels.phases import Columns, Out, Phase, run_rows
 from normlib.kernels.tile import Chunk, weighted, widened
+from normlib.kernels.tiling import tiling
 from normlib.kernels.view import View
 from normlib.moments import two_sum
 
@@ -101,14 +102,16 @@ class _Body:
 
     def __init__(self, view, terms, weights, given, dynamic, eps, centered, activation, residual_dtype, round_first):
         _, m, l = view.tile_shape
-        self.pooled, self.n = view.pooled, m * l if view.pooled else l
+        self.pooled, self.rows = view.pooled, m if view.pooled else 1
+        self.n = self.rows * l
         self.terms, self.weights, self.given, self.dynamic = terms, weights, given, dynamic
         self.eps, self.centered, self.activation = eps, centered, activation
         self.residual_dtype, self.round_first = residual_dtype, round_first
 
     def phases(self) -> list[Phase]:
         """Measure, then write."""
-        measure = Phase(self.first, self.measure, self.end, 4, 5)
+        flat = self.pooled
+        measure = Phase(self.first, self.measure, self.end, 4, 5, flat_carry=flat, flat=5 if flat else 0)
         return [measure, Phase(self.write_first, self.write, lambda refs, carry, done: (), 0, 0)]
 
     def _optional(self, chunk: Chunk, refs: Sequence[Any], number: int) -> Array | None:
@@ -125,34 +128,37 @@ class _Body:
         total = weighted([widened(chunk.read(ref, clean=clean)) for ref in refs[: self.terms]], self.weights)
         return total.astype(self.residual_dtype).astype(total.dtype) if self.round_first else total
 
+    def _sum(self, t: Array) -> Array:
+        """Of a row, `[rows, 1]`; of all rows, `[1, 1]`, where they are pooled."""
+        return jnp.sum(t, (0, 1) if self.pooled else 1, keepdims=True)
+
     def measured(self, chunk: Chunk, refs: Sequence[Any]) -> tuple[Any, Array, Array]:
-        """(count, mean, deviations) of a chunk: float32, `[rows, 1]` or a number, `[rows, 1]`, `[rows, size]`."""
+        """(count, mean, deviations) of a chunk: float32, a column or a number, a column, `[rows, size]`."""
         s = self.sum_of(chunk, refs, clean=True)
         where = self._optional(chunk, refs, 2)
         if where is None:
-            count: Any = float(chunk.count)
+            number = chunk.count * self.rows
+            count: Any = float(number)
             if not self.centered:
-                return count, jnp.zeros((s.shape[0], 1), s.dtype), s
-            mean = jnp.sum(s, 1, keepdims=True) * (1.0 / chunk.count)
+                return count, jnp.zeros((1 if self.pooled else s.shape[0], 1), s.dtype), s
+            mean = self._sum(s) * (1.0 / number)
             return count, mean, chunk.clean(s - mean)
         where = jnp.broadcast_to(where, s.shape)
-        count = jnp.sum(chunk.clean(where.astype(s.dtype)), 1, keepdims=True)
+        count = self._sum(chunk.clean(where.astype(s.dtype)))
         s = jnp.where(where, s, jnp.zeros((), s.dtype))
         if not self.centered:
-            return count, jnp.zeros((s.shape[0], 1), s.dtype), s
-        mean = jnp.sum(s, 1, keepdims=True) / jnp.maximum(count, 1.0)
+            return count, jnp.zeros_like(count), s
+        mean = self._sum(s) / jnp.maximum(count, 1.0)
         return count, mean, chunk.clean(jnp.where(where, s - mean, jnp.zeros((), s.dtype)))
 
     def first(self, chunk: Chunk, refs: Sequence[Any], done: Columns) -> Columns:
         """(count, mean, low, m2) of the first chunk."""
         count, mean, d = self.measured(chunk, refs)
-        m2 = jnp.sum(d * d, 1, keepdims=True)
+        m2 = self._sum(d * d)
         counts = jnp.full_like(mean, count) if isinstance(count, float) else count
-        if self.pooled and chunk.rows is not None:
-            counts = jnp.where(chunk.rows, counts, 0.0)
         if not self.centered:
             return counts, mean, mean, m2
-        rest = jnp.sum(d, 1, keepdims=True)
+        rest = self._sum(d)
         part = rest / jnp.maximum(count, 1.0)
         mean, low = two_sum(mean, part)
         return counts, mean, low, jnp.maximum(m2 - rest * part, 0.0)
@@ -171,7 +177,7 @@ class _Body:
 
     def end(self, refs: Sequence[Any], carry: Columns, done: Columns) -> Columns:
         """(count, mean, low, m2, rstd)."""
-        count, mean, low, m2 = pooled_rows(*carry, self.centered) if self.pooled else carry
+        count, mean, low, m2 = carry
         masked = self.given[2]
         var = m2 / (jnp.maximum(count, 1.0) if masked else float(self.n))
         eps = widened(refs[self.terms + sum(self.given)][...]) if self.dynamic else self.eps
@@ -188,6 +194,8 @@ class _Body:
         _, mean, low, _, rstd = done
         scale, bias, where, behind = (self._optional(chunk, refs, i) for i in range(4))
         s = self.sum_of(chunk, refs)
+        if self.pooled and scale is not None and where is None:  # the product of two columns, not of a tile
+            rstd, scale = rstd * scale, None
         y = affine_tile(s, mean if self.centered else None, low, rstd, scale, bias, where)
         y = y if behind is None else y + behind
         out, *rest = self._outputs(refs)
@@ -195,18 +203,3 @@ class _Body:
         for ref in rest:
             chunk.write(ref, s)
         return ()
-
-
-def pooled_rows(count: Array, mean: Array, low: Array, m2: Array, centered: bool) -> Columns:
-    """(count, mean, low, m2), `[1, 1]`, of the entries of all rows together."""
-    n = jnp.sum(count, 0, keepdims=True)
-    if not centered:
-        zero = jnp.zeros_like(n)
-        return n, zero, zero, jnp.sum(m2, 0, keepdims=True)
-    safe = jnp.maximum(n, 1.0)
-    k = jnp.sum(mean * count, 0, keepdims=True) / safe
-    d = (mean - k) + low
-    s1 = jnp.sum(count * d, 0, keepdims=True)
-    part = s1 / safe
-    m2 = jnp.sum(m2 + count * (d * d), 0, keepdims=True) - s1 * part
-    return n, *two_sum(k, part), jnp.maximum(m2, 0.0)

@@ -19,8 +19,9 @@ from jaxtyping import Array
 
 from normlib.kernels.affine import as_bytes, centred, grad_tile
 from normlib.kernels.machine import Machine
-from normlib.kernels.phases import Columns, Out, Phase, Tiling, run_rows, tiling
+from normlib.kernels.phases import Columns, Out, Phase, run_rows
 from normlib.kernels.tile import Chunk, weighted, widened
+from normlib.kernels.tiling import Tiling, tiling
 from normlib.kernels.view import View
 
 # What may be summed over rows
@@ -131,7 +132,7 @@ class _Body:
         """Sum, then write."""
         found = 4 if self.by_row else 2
         return [
-            Phase(self.summed, self.add, self.end, 2, found),
+            Phase(self.summed, self.add, self.end, 2, found, flat=2 if self.pooled else 0),
             Phase(lambda c, refs, done: self.write(c, refs, (), done), self.write, lambda *_: (), 0, 0),
         ]
 

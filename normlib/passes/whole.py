@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from normlib.kernels.phases import pooled_fits
 from normlib.kernels.rows import row_norm
 from normlib.kernels.rows_grad import Given, RowGrad, row_norm_grad, row_sums_terms, through
 from normlib.kernels.sums import sums as kernel_sums
 from normlib.kernels.tile import weighted
+from normlib.kernels.tiling import pooled_fits
 from normlib.kernels.view import Shape, View, groups_of, rows_of
 from normlib.moments import Moments, count_entries
 from normlib.passes import xla
@@ -57,6 +57,7 @@ def forward(
     number, dtype = len(terms), jnp.dtype(dtype)
     options = {"centered": centered, "weights": weights, "activation": activation, "dtype": dtype}
     options |= {"residual_dtype": residual_dtype, "round_first": round_first}
+    options |= {"name": _name(view, centered, terms, activation)}
 
     def kernel(*arrays):
         scale, bias, where, behind, *dynamic = arrays[number:]
@@ -121,6 +122,7 @@ def backward(
         out = row_norm_grad(
             arrays[:number], here, view=view, machine=run.machine, weights=weights, activation=activation, outs=outs,
             behind_dtype=behind_dtype, wanted=[*plan.collected, *plan.apart], by_row=bool(plan.by_row),
+            name=_name(view, mean is not None, terms, activation) + "_grad",
         )  # fmt: skip
         full = [*out.ds, *([] if out.dz is None else [out.dz])]
         found = plan.found(out, run, arrays[:number], here, weights, activation)
@@ -210,6 +212,11 @@ def _varies(view: View, shape: Shape) -> tuple[bool, ...]:
     """Whether an array of `shape` varies along A, M and L."""
     split = jax.eval_shape(view.given, jax.ShapeDtypeStruct(shape, jnp.float32)).shape
     return tuple(any(split[i] != 1 for i in part) for part in view.parts)
+
+
+def _name(view: View, centered: bool, terms, activation) -> str:
+    name = "group_norm" if view.pooled else "layer_norm" if centered else "rms_norm"
+    return ("add_" if len(terms) > 1 else "") + name + ("" if activation is None else "_act")
 
 
 def _reduced(view: View) -> tuple[int, ...]:
