@@ -61,7 +61,7 @@ def batch_normalized(
     if activation is None and added is None:
         out = normalize(first, scale, bias, **options)
     else:
-        out = composed([first], scale, bias, behind=added, activation=activation, **options)  # type: ignore[assignment]
+        out = composed([first], scale, bias, behind=added, activation=activation, residual=False, **options)  # type: ignore[assignment]
     y = out.y.reshape(-1, *x.shape[1:])[: x.shape[0]] if splits > 1 else out.y
     moments = out.total if running == "merged" or not scope.has_total else scope.group_mean(out.moments)
     kept = tuple(x.shape[a] for a in channels)

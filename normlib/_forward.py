@@ -50,16 +50,20 @@ def normalized(config, x, scale, bias, where, shift, eps):
     whole = getattr(config.passes, "forward", None)
     if whole is not None and config.scope.is_local and shift is None and isinstance(x, jax.Array):
         found = whole(
-            x, effective(scale, config.scale_offset), wide_or_none(bias), axes=config.axes,
-            eps=eps if config.eps is None else config.eps, centered=config.centered, where=where,
-            dtype=config.out_dtype,
+            [x], effective(scale, config.scale_offset), wide_or_none(bias), where, axes=config.axes,
+            eps=eps if config.eps is None else config.eps, centered=config.centered, dtype=config.out_dtype or x.dtype,
+            **sets_of(config),
         )  # fmt: skip
         if found is not None:
-            y, own, rstd = found
-            return y, own, own, rstd
+            return found.y, found.moments, found.moments, found.rstd
     own, total = pooled(config, x, where, shift, eps)
     rstd = own.rstd(eps)
     return apply(config, x, own, rstd, scale, bias, where), own, total, rstd
+
+
+def sets_of(config) -> dict[str, Any]:
+    """Which channels share statistics, as a kernel is told."""
+    return {"channels": config.scope.channels, "channel_axis": config.scope.channel_axis}
 
 
 def pooled(config, x, where, shift, eps) -> tuple[Moments, Moments]:

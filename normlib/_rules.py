@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from normlib._deferred import zeros
-from normlib._forward import Config, by_channel, constant_along, effective, forward, normalized
+from normlib._forward import Config, by_channel, constant_along, effective, forward, normalized, sets_of
 from normlib._varying import is_bound, is_typed, like, summed_like, vary, varying
 from normlib.moments import Moments, positive
 from normlib.passes.xla import centred, own_copy
@@ -70,8 +70,10 @@ def backward(config: Config, residuals, cotangents) -> tuple[Callable[..., Array
         found = unbroadcast((s0, s1)[part], p.shape) if shared else sums(axes)[part]
         return like(found if is_bound(scope.all_names) else summed_like(p, found), p)
 
-    if (whole := _whole_backward(config, x, dy, d_own, own, rstd, weight, where)) is not None:
-        return lambda again=False: whole, parameter(scale, 1), parameter(bias, 0)
+    given = {k: p for k, p in (("scale", scale), ("bias", bias)) if p is not None}
+    if (whole := _whole_backward(config, x, dy, d_own, own, rstd, weight, where, given)) is not None:
+        dscale, dbias = (like(whole.parameters[k], given[k]) if k in given else None for k in ("scale", "bias"))
+        return lambda again=False: whole.ds[0], dscale, dbias
     s0, s1 = sums(config.axes, rowwise)
     # A moment that was pooled over typed axes, or over a vmap seen from outside, is one value for all, its cotangent
     # already the total: it is added after pooling. Otherwise every device holds a copy, whose cotangent is a part: it
@@ -116,15 +118,16 @@ def backward(config: Config, residuals, cotangents) -> tuple[Callable[..., Array
     return dx, parameter(scale, 1, shared(scale)), parameter(bias, 0, shared(bias))
 
 
-def _whole_backward(config, x, dy, d_own, own, rstd, weight, where):
-    """dx in one sweep, where the backend has one for it and no cotangent comes through the moments."""
+def _whole_backward(config, x, dy, d_own, own, rstd, weight, where, parameters):
+    """Everything in one sweep, where the backend has one for it and no cotangent comes through the moments."""
     whole = getattr(config.passes, "backward", None)
     if whole is None or where is not None or not config.scope.is_local or not isinstance(x, jax.Array):
         return None
     if not all(isinstance(t, SymbolicZero) for t in (d_own.mean, d_own.m2)):
         return None
     centre = (own.mean, own.low) if config.centered else (None, None)
-    return whole(x, dy, *centre, rstd, weight, axes=config.axes)
+    shapes = {k: p.shape for k, p in parameters.items()}
+    return whole([x], dy, *centre, rstd, weight, axes=config.axes, shapes=shapes, **sets_of(config))
 
 
 reverse.defvjp(_reverse_fwd, _reverse_bwd, symbolic_zeros=True)

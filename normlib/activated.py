@@ -96,8 +96,8 @@ def group_norm_silu(
     dtype = check.result_dtype(out_dtype, x.dtype)
     y = composed(
         [x], scale, bias, axes=sets.reduced, eps=check.epsilon(eps), where=where, scale_offset=scale_offset,
-        scope=sets.scope, activation=Swish(check.number(beta, "beta")), rule=rule, rescale=rescale, backend=backend,
-        out_dtype=quantize.out_dtype(quant, dtype),
+        scope=sets.scope, activation=Swish(check.number(beta, "beta")), residual=False, rule=rule, rescale=rescale,
+        backend=backend, out_dtype=quantize.out_dtype(quant, dtype),
     ).y  # fmt: skip
     # a row with a dynamic scale is the channels of one position: whole here, whatever devices share the statistics
     return quantize.finish(y, quant, dtype, axes=sets.channels, where=where, norm_round_first=norm_round_first)
@@ -168,7 +168,7 @@ def conv_batch_norm_relu(
         check.more_than_one(count, on_single, f"conv_batch_norm_relu with a convolution's output of shape {z.shape}")
     out = composed(
         [z], scale, bias, axes=tuple(range(channel)), eps=check.epsilon(eps), where=where, scope=scope, shift=shift,
-        activation=Relu(), rule=rule, rescale=rescale, backend=backend,
+        activation=Relu(), residual=False, rule=rule, rescale=rescale, backend=backend,
     )  # fmt: skip
     return ConvBatchNormOutput(out.y, jax.tree.map(lambda t: t.reshape(z.shape[-1]), out.total))
 

@@ -288,6 +288,7 @@ def deep_norm(
     out = _add_norm(
         {"x": x, "gx": gx}, scale, bias, weights=(check.number(alpha, "alpha"), 1.0), axis=axis, eps=eps, where=where,
         rule=rule, rescale=rescale, batch_invariant=batch_invariant, backend=backend,
+        residual=False,
     )  # fmt: skip
     return RowNormOutput(out.y, out.moments) if return_moments else out.y  # type: ignore[return-value]
 
@@ -295,7 +296,7 @@ def deep_norm(
 def _add_norm(
     terms, scale, bias, *, sum_bias=None, weights=None, axis, eps, centered=True, where, scale_offset=0.0,
     round_first=False, axis_name=None, axis_index_groups=None, method="auto", rule, rescale, batch_invariant, backend,
-    quant=None, norm_round_first=False, out_dtype=None,
+    quant=None, norm_round_first=False, out_dtype=None, residual=True,
 ) -> AddNormOutput:  # fmt: skip
     (first, given), *others = terms.items()
     x = check.array(given, first)
@@ -309,7 +310,7 @@ def _add_norm(
     dtype = check.result_dtype(out_dtype, jnp.result_type(*arrays))
     out = composed(
         arrays, scale, bias, weights=weights, added=sum_bias, axes=axes, eps=check.epsilon(eps), centered=centered,
-        where=where, scale_offset=scale_offset, scope=scope, round_first=round_first, rule=rule,
+        where=where, scale_offset=scale_offset, scope=scope, round_first=round_first, residual=residual, rule=rule,
         rescale=rescale, batch_invariant=batch_invariant, backend=backend, out_dtype=quantize.out_dtype(quant, dtype),
     )  # fmt: skip
     y = quantize.finish(out.y, quant, dtype, axes=axes, where=where, scope=scope, norm_round_first=norm_round_first)

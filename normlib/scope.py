@@ -93,8 +93,8 @@ class Scope:
 
     @property
     def is_local(self) -> bool:
-        """True if one device's rows share statistics with nothing else."""
-        return not self.all_names and self.channels is None and not self.total_axes
+        """True if statistics are of one device and of one batch."""
+        return not self.all_names and not self.total_axes
 
     def check_bound(self) -> None:
         """Check that the mesh axes are bound where the norm is traced and that the groups cover them.

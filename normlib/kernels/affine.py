@@ -28,7 +28,7 @@ MOST_LANES = 2048  # a longer tile makes longer instructions, which gain nothing
 
 def elementwise(
     body: Callable[..., Array], operands: Sequence[Array | None], *, name: str, dtype: Any, machine: Machine,
-    rows: int | None = None, chunk: int | None = None,
+    rows: int | None = None, chunk: int | None = None, temporary: int = 12,
 ) -> Array:  # fmt: skip
     """`body(*operands)` element by element, rounded to `dtype` once.
 
@@ -38,6 +38,7 @@ def elementwise(
       name: of the kernel in reports.
       machine: where it runs.
       rows, chunk: rows and lanes per tile; by default what fits.
+      temporary: bytes per entry of the float32 values in use at once; three by default.
     """
     x = operands[0]
     assert x is not None
@@ -46,8 +47,7 @@ def elementwise(
     a, m, l = view.tile_shape
     arrays = [as_bytes(view.array(t)) for t in present]
     lanes = lanes_per_tile(l, chunk or MOST_LANES, machine)
-    # the result twice, float32 for three temporaries
-    fit = rows_that_fit(arrays, lanes, machine, size=x.size, extra=2 * jnp.dtype(dtype).itemsize + 12)
+    fit = rows_that_fit(arrays, lanes, machine, size=x.size, extra=2 * jnp.dtype(dtype).itemsize + temporary)
     tile = rows_per_tile(m, rows or fit, machine)
 
     def kernel(*refs: Any) -> None:

@@ -21,7 +21,7 @@ from normlib.kernels.affine import affine_tile, elementwise, grad_tile
 from normlib.kernels.machine import MACHINES, Machine
 from normlib.kernels.phases import CORES
 from normlib.kernels.rows import row_norm
-from normlib.kernels.rows_grad import row_norm_grad
+from normlib.kernels.rows_grad import Given, row_norm_grad
 from normlib.kernels.sums import sums
 from normlib.kernels.view import rows_of
 from sim_npu.plan import TilePlan
@@ -166,8 +166,8 @@ def layer_norm_grad(
     """
     view = _rows(x, scale)
     mean, low, rstd = (t.reshape(-1, 1) for t in (mean, jnp.zeros_like(mean), rstd))
-    dx = row_norm_grad(x, dy, mean, low, rstd, _lanes(scale), view=view, machine=_machine(machine), **_tiling(plan))
-    return dx.reshape(x.shape)
+    given = Given(dy, mean, low, rstd, _lanes(scale))
+    return row_norm_grad([x], given, view=view, machine=_machine(machine), **_tiling(plan)).ds[0].reshape(x.shape)
 
 
 def rms_norm_grad(
@@ -187,10 +187,8 @@ def rms_norm_grad(
     [[0.0, 0.0, 0.0, 0.0]]
     """
     view = _rows(x, scale)
-    dx = row_norm_grad(
-        x, dy, None, None, rstd.reshape(-1, 1), _lanes(scale), view=view, machine=_machine(machine), **_tiling(plan)
-    )  # fmt: skip
-    return dx.reshape(x.shape)
+    given = Given(dy, None, None, rstd.reshape(-1, 1), _lanes(scale))
+    return row_norm_grad([x], given, view=view, machine=_machine(machine), **_tiling(plan)).ds[0].reshape(x.shape)
 
 
 def channel_sums(

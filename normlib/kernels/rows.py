@@ -16,8 +16,9 @@ from jaxtyping import Array
 
 from normlib.kernels.affine import affine_tile, as_bytes
 from normlib.kernels.machine import Machine
-from normlib.kernels.phases import Columns, Out, Phase, run_rows, tiling
-from normlib.kernels.tile import Chunk, widened
+from normlib.kernels.phases import Columns, Out, Phase, run_rows
+from normlib.kernels.tile import Chunk, weighted, widened
+from normlib.kernels.tiling import tiling
 from normlib.kernels.view import View
 from normlib.moments import two_sum
 
@@ -49,7 +50,7 @@ def row_norm(
     Args:
       terms: arrays that broadcast to `view.shape`, the first of that shape.
       scale, bias, where, behind: of the same rank and broadcastable to it, or None; `behind` is added after the norm.
-      view: how the shape is seen as [A, M, L]; L is normalised.
+      view: how the shape is seen as [A, M, L]; L is normalised, or M and L where it is pooled.
       eps: added to the variance; a number, or an array: a scalar, or one value per row in x's rank.
       machine: where it runs.
       centered: False keeps the mean in.
@@ -66,11 +67,11 @@ def row_norm(
     weights = tuple(weights or (1.0,) * len(terms))
     dynamic = None if isinstance(eps, int | float) else eps
     given = [*terms, scale, bias, where, behind]
-    arrays = [as_bytes(view.array(t)) for t in given if t is not None]
+    arrays = [as_bytes(view.array(t, periodic=True)) for t in given if t is not None]
     if dynamic is not None:
-        arrays.append(view.array(jnp.reshape(dynamic, jnp.shape(dynamic) or (1,) * x.ndim)))
+        arrays.append(view.array(jnp.reshape(dynamic, jnp.shape(dynamic) or (1,) * x.ndim), periodic=True))
     body = _Body(
-        view.tile_shape[2], len(terms), weights, [t is not None for t in given[len(terms) :]], dynamic is not None,
+        view, len(terms), weights, [t is not None for t in given[len(terms) :]], dynamic is not None,
         eps if dynamic is None else None, centered, activation, residual_dtype, round_first,
     )  # fmt: skip
     full = [t for t in arrays if t.size == x.size]
@@ -79,11 +80,12 @@ def row_norm(
     moving += 8 if len(terms) > 1 else 0  # the sum is one more float32 value in use
     fixed = sum(2 * t.dtype.itemsize for t in arrays if t.shape[2] != 1 and t.size != x.size)
     tile = tiling(
-        view.tile_shape, machine, moving=moving, temporary=12, fixed=fixed, rows=rows, chunk=chunk, residency=residency
+        view.tile_shape, machine, moving=moving, temporary=12 if activation is None else 20, fixed=fixed, rows=rows,
+        chunk=chunk, residency=residency, pooled=view.pooled,
     )  # fmt: skip
     wide = widened(x[:0]).dtype if x.ndim else jnp.float32
     kept = [i for i, use in enumerate((where is not None, centered, centered, True, True)) if use]
-    outs = [Out(dtype), Out(wide, columns=len(kept))]
+    outs = [Out(dtype), Out(wide, columns=len(kept), single=view.pooled)]
     outs += [Out(residual_dtype)] if residual_dtype is not None else []
     y, columns, *rest = run_rows(
         body.phases(), view, arrays, outs, tile, machine=machine, columns=lambda done: tuple(done[i] for i in kept),
@@ -96,16 +98,20 @@ def row_norm(
 
 
 class _Body:
-    """The phases of a row norm of length n. Refs: terms, scale, bias, where, behind, eps (those given), y, residual."""
+    """The phases of a row norm. Refs: terms, scale, bias, where, behind, eps (those given), y, residual."""
 
-    def __init__(self, n, terms, weights, given, dynamic, eps, centered, activation, residual_dtype, round_first):
-        self.n, self.terms, self.weights, self.given, self.dynamic = n, terms, weights, given, dynamic
+    def __init__(self, view, terms, weights, given, dynamic, eps, centered, activation, residual_dtype, round_first):
+        _, m, l = view.tile_shape
+        self.pooled, self.rows = view.pooled, m if view.pooled else 1
+        self.n = self.rows * l
+        self.terms, self.weights, self.given, self.dynamic = terms, weights, given, dynamic
         self.eps, self.centered, self.activation = eps, centered, activation
         self.residual_dtype, self.round_first = residual_dtype, round_first
 
     def phases(self) -> list[Phase]:
         """Measure, then write."""
-        measure = Phase(self.first, self.measure, self.end, 4, 5)
+        flat = self.pooled
+        measure = Phase(self.first, self.measure, self.end, 4, 5, flat_carry=flat, flat=5 if flat else 0)
         return [measure, Phase(self.write_first, self.write, lambda refs, carry, done: (), 0, 0)]
 
     def _optional(self, chunk: Chunk, refs: Sequence[Any], number: int) -> Array | None:
@@ -119,40 +125,40 @@ class _Body:
 
     def sum_of(self, chunk: Chunk, refs: Sequence[Any], *, clean: bool = False) -> Array:
         """The weighted sum of the terms, rounded first where asked."""
-        total = None
-        for ref, w in zip(refs, self.weights):
-            t = widened(chunk.read(ref, clean=clean))
-            t = t if w == 1 else t * w
-            total = t if total is None else total + t
-        assert total is not None
+        total = weighted([widened(chunk.read(ref, clean=clean)) for ref in refs[: self.terms]], self.weights)
         return total.astype(self.residual_dtype).astype(total.dtype) if self.round_first else total
 
+    def _sum(self, t: Array) -> Array:
+        """Of a row, `[rows, 1]`; of all rows, `[1, 1]`, where they are pooled."""
+        return jnp.sum(t, (0, 1) if self.pooled else 1, keepdims=True)
+
     def measured(self, chunk: Chunk, refs: Sequence[Any]) -> tuple[Any, Array, Array]:
-        """(count, mean, deviations) of a chunk: float32, `[rows, 1]` or a number, `[rows, 1]`, `[rows, size]`."""
+        """(count, mean, deviations) of a chunk: float32, a column or a number, a column, `[rows, size]`."""
         s = self.sum_of(chunk, refs, clean=True)
         where = self._optional(chunk, refs, 2)
         if where is None:
-            count: Any = float(chunk.count)
+            number = chunk.count * self.rows
+            count: Any = float(number)
             if not self.centered:
-                return count, jnp.zeros((s.shape[0], 1), s.dtype), s
-            mean = jnp.sum(s, 1, keepdims=True) * (1.0 / chunk.count)
+                return count, jnp.zeros((1 if self.pooled else s.shape[0], 1), s.dtype), s
+            mean = self._sum(s) * (1.0 / number)
             return count, mean, chunk.clean(s - mean)
         where = jnp.broadcast_to(where, s.shape)
-        count = jnp.sum(chunk.clean(where.astype(s.dtype)), 1, keepdims=True)
+        count = self._sum(chunk.clean(where.astype(s.dtype)))
         s = jnp.where(where, s, jnp.zeros((), s.dtype))
         if not self.centered:
-            return count, jnp.zeros((s.shape[0], 1), s.dtype), s
-        mean = jnp.sum(s, 1, keepdims=True) / jnp.maximum(count, 1.0)
+            return count, jnp.zeros_like(count), s
+        mean = self._sum(s) / jnp.maximum(count, 1.0)
         return count, mean, chunk.clean(jnp.where(where, s - mean, jnp.zeros((), s.dtype)))
 
     def first(self, chunk: Chunk, refs: Sequence[Any], done: Columns) -> Columns:
         """(count, mean, low, m2) of the first chunk."""
         count, mean, d = self.measured(chunk, refs)
-        m2 = jnp.sum(d * d, 1, keepdims=True)
+        m2 = self._sum(d * d)
         counts = jnp.full_like(mean, count) if isinstance(count, float) else count
         if not self.centered:
             return counts, mean, mean, m2
-        rest = jnp.sum(d, 1, keepdims=True)
+        rest = self._sum(d)
         part = rest / jnp.maximum(count, 1.0)
         mean, low = two_sum(mean, part)
         return counts, mean, low, jnp.maximum(m2 - rest * part, 0.0)
@@ -188,6 +194,8 @@ class _Body:
         _, mean, low, _, rstd = done
         scale, bias, where, behind = (self._optional(chunk, refs, i) for i in range(4))
         s = self.sum_of(chunk, refs)
+        if self.pooled and scale is not None and where is None:  # the product of two columns, not of a tile
+            rstd, scale = rstd * scale, None
         y = affine_tile(s, mean if self.centered else None, low, rstd, scale, bias, where)
         y = y if behind is None else y + behind
         out, *rest = self._outputs(refs)

@@ -1,79 +1,156 @@
-"""The backward of a norm of rows in one kernel: both row sums, then dx, for one read of x and dy.
+"""The backward of a norm of rows in one kernel, with what stands before and behind it, for one read of each array.
 
-g = dy * weight;   dx = (g - c1 * (x - mean) - c0) * rstd,   c0 = sum(g) / n,   c1 = rstd * sum(g * xhat) / n
+    z = xhat * scale + bias + behind;     dz = dy, or the cotangent of z through an activation
+    g = dz * scale;   ds = (g - c1 * (s - mean) - c0) * rstd + extra,   c0 = sum(g) / n,   c1 = rstd * sum(g * xhat) / n
+
+s is a weighted sum of arrays, formed again; `extra` is the cotangent of s itself. Sums of dz, dz * xhat and ds over
+rows are the cotangents of bias, scale and of a vector added to s. Where grid steps run in order, they are collected
+in the same kernel, a partial sum for each part of the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from normlib.kernels.affine import as_bytes, centred, grad_tile
 from normlib.kernels.machine import Machine
-from normlib.kernels.phases import Columns, Out, Phase, run_rows, tiling
-from normlib.kernels.tile import Chunk, widened
+from normlib.kernels.phases import Columns, Out, Phase, run_rows
+from normlib.kernels.tile import Chunk, weighted, widened
+from normlib.kernels.tiling import Tiling, tiling
 from normlib.kernels.view import View
+
+# What may be summed over rows
+SUMMED = ("scale", "bias", "sum")
+
+
+class RowGrad(NamedTuple):
+    """What `row_norm_grad` returns.
+
+    Attributes:
+      ds: `[A, M, L]`, one array per entry of `outs`.
+      dz: `[A, M, L]` or None.
+      sums: by name, `[A, parts, L]`, partial sums over the rows; those that were wanted and collected.
+      columns: `[A, M, 1]` each: c0 and c1 if something wanted was not collected, and with `by_row` the sums of dz and
+        dz * xhat of every row.
+    """
+
+    ds: list[Array]
+    dz: Array | None
+    sums: dict[str, Array]
+    columns: dict[str, Array]
+
+
+class Given(NamedTuple):
+    """The arrays of a backward besides the summed terms, of one rank and broadcastable to them, or None."""
+
+    dy: Any
+    mean: Any
+    low: Any
+    rstd: Any
+    scale: Any = None
+    bias: Any = None
+    behind: Any = None
+    extra: Any = None
 
 
 def row_norm_grad(
-    x: Array, dy: Array, mean: Array | None, low: Array | None, rstd: Array, weight: Array | None = None, *,
-    view: View, machine: Machine, dtype: Any = None, name: str | None = None,
+    terms: Sequence[Array], given: Given, *, view: View, machine: Machine, weights: Sequence[float] | None = None,
+    activation: Any = None, outs: Sequence[tuple[float, Any]] | None = None, behind_dtype: Any = None,
+    wanted: Sequence[str] = (), by_row: bool = False, name: str | None = None,
     rows: int | None = None, chunk: int | None = None, residency: str | None = None,
-) -> Array:  # fmt: skip
-    """dx of a norm over the lanes of `view`, `[A, M, L]` in `dtype` (x's by default), rounded once.
+) -> RowGrad:  # fmt: skip
+    """Cotangents of a norm over the lanes of `view`.
 
     Args:
-      x, dy: of `view.shape`.
-      mean, low, rstd: one value per row, of the same rank; mean and low None where x was not centred.
-      weight: what y was multiplied with, broadcastable to x, or None.
+      terms: what is summed, all but the first broadcastable to it.
+      given: dy and the rest; mean and low None where s was not centred; bias and behind only matter to an activation.
       view: how the shape is seen as [A, M, L].
       machine: where it runs.
+      weights: of the terms, 1 by default.
+      activation: with a method `pull(dy, z, one)`, or None.
+      outs: (weight, dtype) of each output weight * ds; one in the first term's dtype by default.
+      behind_dtype: of dz as an output; None for no such output.
+      wanted: names of `SUMMED` to collect over the rows where that can be done here.
+      by_row: whether sums per row are wanted as columns; then `scale` is constant along lanes.
       name: of the kernel in reports.
       rows, chunk, residency: the tiling asked for; see `sim_npu.TilePlan`.
     """
-    given = [x, dy, mean, low, rstd, weight]
-    arrays = [as_bytes(view.array(t)) for t in given if t is not None]
-    dtype = x.dtype if dtype is None else jnp.dtype(dtype)
-    moving = sum(2 * t.dtype.itemsize for t in arrays if t.size == x.size) + 2 * dtype.itemsize
+    x = terms[0]
+    arrays = [as_bytes(view.array(t, periodic=True)) for t in (*terms, *given) if t is not None]
+    outs = [(1.0, x.dtype)] if outs is None else list(outs)
+    dtypes = [dtype for _, dtype in outs] + ([] if behind_dtype is None else [behind_dtype])
+    moving = sum(2 * t.dtype.itemsize for t in arrays if t.size == x.size)
+    moving += sum(2 * jnp.dtype(d).itemsize for d in dtypes) + (8 if len(terms) > 1 else 0)
     fixed = sum(2 * t.dtype.itemsize for t in arrays if t.shape[2] != 1 and t.size != x.size)
-    tile = tiling(
-        view.tile_shape, machine, moving=moving, temporary=12, fixed=fixed, rows=rows, chunk=chunk, residency=residency
-    )
-    body = _Body(view.tile_shape[2], [t is not None for t in given])
-    (dx,) = run_rows(
-        body.phases(), view, arrays, [Out(dtype)], tile, machine=machine, columns=lambda done: (),
-        name=name or ("rms_norm_grad" if mean is None else "layer_norm_grad"),
+    options: dict[str, Any] = {
+        "moving": moving, "temporary": 12 if activation is None else 28, "rows": rows, "chunk": chunk,
+        "residency": residency, "pooled": view.pooled,
+    }  # fmt: skip
+    collected = tuple(wanted) if machine.sequential and not machine.masked else ()
+    tile = _staying(tiling(view.tile_shape, machine, **options, fixed=fixed + 12 * len(collected)))
+    if tile is None or not collected:
+        collected, tile = (), tiling(view.tile_shape, machine, **options, fixed=fixed)
+    wide = widened(x[:0]).dtype if x.ndim else jnp.float32
+    left = len(collected) < len(wanted)
+    body = _Body(view, weights or (1.0,) * len(terms), given, activation, outs, behind_dtype, collected, by_row, left)
+    written = [Out(d) for d in dtypes] + [Out(wide, summed=True) for _ in collected]
+    names = [*(("c0", "c1") if left else ()), *(("s0", "s1") if by_row else ())]
+    written += [Out(wide, columns=len(names))] if names else []
+    found = run_rows(
+        body.phases(), view, arrays, written, tile, machine=machine,
+        columns=body.columns, name=name or ("rms_norm_grad" if given.mean is None else "layer_norm_grad"),
     )  # fmt: skip
-    return dx
+    ds, rest = list(found[: len(outs)]), list(found[len(outs) :])
+    dz = rest.pop(0) if behind_dtype is not None else None
+    sums = {key: rest.pop(0)[:, :, 0] for key in collected}
+    return RowGrad(ds, dz, sums, {key: rest[0][:, :, i : i + 1] for i, key in enumerate(names)})
+
+
+def _staying(tile: Tiling) -> Tiling | None:
+    """The tilings whose rows stay: sums over rows cannot be collected for chunks that come and go."""
+    found = [t for t in (replace(tile, others=()), *tile.others) if not t.streamed]
+    return replace(found[0], others=tuple(found[1:])) if found else None
 
 
 class _Body:
-    """Refs: x, dy, mean, low, rstd, weight (those given), dx."""
+    """Refs: terms, those given, then ds, dz, sums."""
 
-    def __init__(self, n: int, given: Sequence[bool]):
-        self.n, self.given = n, given
+    def __init__(self, view, weights, given, activation, outs, behind_dtype, collected, by_row, left):
+        _, m, l = view.tile_shape
+        self.pooled, self.n = view.pooled, m * l if view.pooled else l
+        self.weights, self.given = weights, [t is not None for t in given]
+        self.activation, self.outs, self.behind, self.collected = activation, outs, behind_dtype, collected
+        self.by_row, self.left = by_row, left
+        self.used = len(weights) + sum(self.given)
 
     def phases(self) -> list[Phase]:
         """Sum, then write."""
+        found = 4 if self.by_row else 2
         return [
-            Phase(self.summed, self.add, self.end, 2, 2),
+            Phase(self.summed, self.add, self.end, 2, found, flat=2 if self.pooled else 0),
             Phase(lambda c, refs, done: self.write(c, refs, (), done), self.write, lambda *_: (), 0, 0),
         ]
 
-    def _values(self, chunk: Chunk, refs: Sequence[Any]) -> list[Array | None]:
-        left = list(refs)
-        return [widened(chunk.read(left.pop(0))) if use else None for use in self.given]
+    def columns(self, done: Columns) -> Columns:
+        """What is written per row."""
+        return (*(done[:2] if self.left else ()), *(done[2:] if self.by_row else ()))
+
+    def _values(self, chunk: Chunk, refs: Sequence[Any]) -> tuple[Array, Given]:
+        terms, rest = refs[: len(self.weights)], list(refs[len(self.weights) : self.used])
+        s = weighted([widened(chunk.read(ref)) for ref in terms], self.weights)
+        return s, Given(*(widened(chunk.read(rest.pop(0))) if use else None for use in self.given))
 
     def summed(self, chunk: Chunk, refs: Sequence[Any], done: Columns) -> Columns:
-        """(sum of g, sum of g * xhat) of a chunk."""
-        x, dy, mean, low, rstd, weight = self._values(chunk, refs)
-        assert x is not None and dy is not None and rstd is not None
-        g = chunk.clean(dy if weight is None else dy * weight)
-        xhat = chunk.clean(centred(x, mean, low) * rstd)
-        return jnp.sum(g, 1, keepdims=True), jnp.sum(g * xhat, 1, keepdims=True)
+        """(sum of g, sum of g * xhat) of a chunk; unweighted where they are wanted by row."""
+        s, v = self._values(chunk, refs)
+        dz, xhat = through(s, v, self.activation)
+        g = chunk.clean(dz if v.scale is None or self.unweighted else dz * v.scale)
+        return jnp.sum(g, 1, keepdims=True), jnp.sum(g * chunk.clean(xhat), 1, keepdims=True)
 
     def add(self, chunk: Chunk, refs: Sequence[Any], carry: Columns, done: Columns) -> Columns:
         """The sums with one more chunk."""
@@ -81,15 +158,69 @@ class _Body:
         return carry[0] + more[0], carry[1] + more[1]
 
     def end(self, refs: Sequence[Any], carry: Columns, done: Columns) -> Columns:
-        """(c0, c1)."""
+        """(c0, c1), and the sums of rows."""
         n = float(self.n)
-        rstd = widened(refs[sum(self.given[:4])][...])
-        return carry[0] / n, rstd * (carry[1] / n)
+        at = len(self.weights) + sum(self.given[:3])
+        rstd = widened(refs[at][...])
+        s0, s1 = carry
+        if self.unweighted and self.given[4]:
+            scale = widened(refs[at + 1][...])
+            s0, s1 = s0 * scale, s1 * scale
+        if self.pooled:
+            s0, s1 = jnp.sum(s0, 0, keepdims=True), jnp.sum(s1, 0, keepdims=True)
+        c0, c1 = s0 / n, rstd * (s1 / n)
+        return (c0, c1, *carry) if self.by_row else (c0, c1)
+
+    @property
+    def unweighted(self) -> bool:
+        """Whether the sums of a row leave its scale out: rows that are pooled may have different ones."""
+        return self.by_row or self.pooled
 
     def write(self, chunk: Chunk, refs: Sequence[Any], carry: Columns, done: Columns) -> Columns:
-        """dx of a chunk."""
-        x, dy, mean, low, rstd, weight = self._values(chunk, refs)
-        c0, c1 = done
-        dx = grad_tile(x, dy, mean, low, rstd, weight, c1, None if mean is None else c0)
-        chunk.write(refs[sum(self.given)], dx)
+        """ds and dz of a chunk, and its part of the sums over rows."""
+        c0, c1 = done[:2]
+        s, v = self._values(chunk, refs)
+        dz, xhat = through(s, v, self.activation)
+        ds = grad_tile(s, dz, v.mean, v.low, v.rstd, v.scale, c1, None if v.mean is None else c0)
+        ds = ds if v.extra is None else ds + v.extra
+        results = list(refs[self.used :])
+        for w, _ in self.outs:
+            chunk.write(results.pop(0), ds if w == 1 else ds * w)
+        if self.behind is not None:
+            chunk.write(results.pop(0), dz)
+        terms = {"scale": lambda: dz * xhat, "bias": lambda: dz, "sum": lambda: ds}
+        for key in self.collected:
+            chunk.add(results.pop(0), jnp.broadcast_to(terms[key](), s.shape))
         return ()
+
+
+def through(s: Array, v: Given, activation: Any) -> tuple[Array, Array]:
+    """(dz, xhat) of float32 tiles, z = xhat * scale + bias + behind being formed again for an activation."""
+    xhat = centred(s, v.mean, v.low) * v.rstd
+    if activation is None:
+        return v.dy, xhat
+    z = xhat if v.scale is None else xhat * v.scale
+    z = z if v.bias is None else z + v.bias
+    z = z if v.behind is None else z + v.behind
+    return activation.pull(v.dy, z, jnp.ones((), s.dtype)), xhat
+
+
+def row_sums_terms(activation: Any, weights: Sequence[float], wanted: Sequence[str]) -> Callable[..., tuple]:
+    """Summands of `normlib.kernels.sums.sums` for what `row_norm_grad` did not collect: of tiles of c0, c1, the terms
+    and those given."""
+
+    def terms(*tiles):
+        *summed, c0, c1 = tiles[: len(weights) + 2]
+        v = Given(*tiles[len(weights) + 2 :])
+        s = weighted(summed, weights)
+        dz, xhat = through(s, v, activation)
+        found = []
+        for key in wanted:
+            if key == "sum":
+                ds = grad_tile(s, dz, v.mean, v.low, v.rstd, v.scale, c1, None if v.mean is None else c0)
+                found.append(ds if v.extra is None else ds + v.extra)
+            else:
+                found.append(dz * xhat if key == "scale" else dz)
+        return tuple(found)
+
+    return terms

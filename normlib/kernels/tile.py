@@ -5,6 +5,7 @@ A block is [rows, lanes], its outer axis squeezed. Operands that are constant al
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ class Chunk:
       rows: bool `[rows, 1]`, which rows are inside the array; None for all.
       count: number of lanes inside the array.
       first, height: the rows of a taller block that this part takes; None for all of its rows.
+      real: bool `[rows, 1]`, which rows are inside the array where `rows` does not say it (no masks on loads); None for
+        all.
     """
 
     machine: Machine
@@ -42,6 +45,7 @@ class Chunk:
     count: int
     first: Any = 0
     height: int | None = None
+    real: Array | None = None
 
     def read(self, ref: Any, *, clean: bool = False) -> Array:
         """This part of `ref`, in its dtype; with `clean` 0 beyond the array, else anything there."""
@@ -59,6 +63,13 @@ class Chunk:
             pltriton.store(ref.at[at], value, mask=inside)
         else:
             ref[at] = value
+
+    def add(self, ref: Any, value: Array) -> None:
+        """Add the sum of `value` over rows to this part of `ref`, `[1, lanes]`."""
+        if self.real is not None:
+            value = jnp.where(self.real, value, jnp.zeros((), value.dtype))
+        at, _ = self._at(ref)
+        ref[at] += jnp.sum(value, 0, keepdims=True)
 
     def clean(self, value: Array) -> Array:
         """`value`, `[rows, size]`, with 0 beyond the array."""
@@ -97,14 +108,14 @@ def inside(first: Any, size: int, limit: int, axis: int) -> Array:
 
 def fold(
     machine: Machine, length: int, chunk: int, rows: Array | None, step: Callable[[Chunk, Any], Any],
-    first: Callable[[Chunk], Any],
+    first: Callable[[Chunk], Any], real: Array | None = None,
 ) -> Any:  # fmt: skip
     """Run over the `length` lanes of a tile in chunks: `first(chunk)`, then `carry = step(chunk, carry)`."""
     full, tail = divmod(length, chunk)
 
     def part(i: Any, size: int) -> Chunk:
         lanes = None if size == chunk else inside(0, chunk, size, 1)
-        return Chunk(machine, i * chunk, chunk, lanes, rows, size)
+        return Chunk(machine, i * chunk, chunk, lanes, rows, size, real=real)
 
     carry = first(part(0, min(length, chunk)))
     if full > 1:
@@ -193,3 +204,9 @@ def lanes_per_tile(lanes: int, wanted: int, machine: Machine) -> int:
     if lanes <= wanted:
         return lanes
     return max(machine.lane_multiple, wanted // machine.lane_multiple * machine.lane_multiple)
+
+
+def weighted(tiles: Sequence[Array], weights: Sequence[float]) -> Array:
+    """The weighted sum of tiles, from left to right."""
+    found = [t if w == 1 else t * w for t, w in zip(tiles, weights, strict=True)]
+    return functools.reduce(lambda a, b: a + b, found)

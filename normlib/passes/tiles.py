@@ -7,7 +7,7 @@ kernels. What kernels do not compute (complex numbers, empty arrays) runs on the
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +16,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from normlib.kernels.affine import affine_tile, centred, elementwise, grad_tile
+from normlib.kernels.affine import affine_tile, centred, elementwise, finite, grad_tile
 from normlib.kernels.machine import Machine
-from normlib.kernels.rows import row_norm
-from normlib.kernels.rows_grad import row_norm_grad
 from normlib.kernels.sums import sums as kernel_sums
-from normlib.kernels.view import rows_of
-from normlib.moments import Moments, count_entries
-from normlib.passes import xla
+from normlib.passes import whole, xla
+from normlib.precision import wide
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class TilePass:
         def formula(x, k, where):
             return xla.sums(x, k, axes=axes, where=where)
 
-        return self._call(kernel, formula, [x, k, where], statistics=(1,))
+        return self.call(kernel, formula, [x, k, where], statistics=(1,))
 
     def moments(self, x, *, axes, where, batch_invariant=False):
         """See `normlib.passes.Pass.moments`."""
@@ -77,7 +74,7 @@ class TilePass:
         def formula(*operands):
             return xla.apply(*operands[:-1], where=operands[-1], dtype=dtype)
 
-        return self._call(kernel, formula, [x, mean, low, rstd, scale, bias, where], statistics=(1, 2, 3))
+        return self.call(kernel, formula, [x, mean, low, rstd, scale, bias, where], statistics=(1, 2, 3))
 
     def grad_sums(self, x, dy, mean, low, rstd, weight, *, axes, where):
         """See `normlib.passes.Pass.grad_sums`."""
@@ -97,7 +94,7 @@ class TilePass:
         def formula(*operands):
             return xla.grad_sums(*operands[:-1], axes=axes, where=operands[-1])
 
-        return self._call(kernel, formula, [x, dy, mean, low, rstd, weight, where], statistics=(2, 3, 4))
+        return self.call(kernel, formula, [x, dy, mean, low, rstd, weight, where], statistics=(2, 3, 4))
 
     def grad_apply(self, x, dy, mean, low, rstd, weight, c1, c0, *, where):
         """See `normlib.passes.Pass.grad_apply`."""
@@ -110,60 +107,62 @@ class TilePass:
         def formula(*operands):
             return xla.grad_apply(*operands[:-1], where=operands[-1])
 
-        return self._call(kernel, formula, [x, dy, mean, low, rstd, weight, c1, c0, where], statistics=(2, 3, 4, 6, 7))
+        return self.call(kernel, formula, [x, dy, mean, low, rstd, weight, c1, c0, where], statistics=(2, 3, 4, 6, 7))
 
-    # The whole forward or backward in one kernel, where statistics are of one device and of rows
+    # What stands behind a norm, in the sweep of its affine map
 
-    def forward(self, x, scale, bias, *, axes, eps, centered, where, dtype):
-        """(y, moments, rstd) in one kernel, or None where this takes more than one."""
-        shapes = [t.shape for t in (scale, bias, where) if t is not None]
-        view = rows_of(x.shape, axes, [x.shape, *shapes]) if axes and self.computes(x) else None
-        if view is None:
-            return None
-        dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+    def apply_behind(self, x, mean, low, rstd, scale, bias, behind, where, *, activation, dtype):
+        """activation(apply(...) + behind), rounded once."""
 
-        def kernel(x, scale, bias, where, *dynamic):
-            out = row_norm(
-                [x], scale, bias, where, view=view, eps=dynamic[0] if dynamic else eps, machine=self.machine,
-                centered=centered, dtype=dtype,
+        def tile(*operands):
+            return _behind(activation, affine_tile, *operands)
+
+        def kernel(*operands):
+            operands = _affine_order(operands)
+            return elementwise(
+                tile, operands, name="affine_act", dtype=dtype, machine=self.machine, temporary=20
             )  # fmt: skip
-            columns = [out.m2, out.rstd, *((out.mean, out.low) if centered else ())]
-            return view.back(out.y), *(view.back(t) for t in columns)
 
-        def formula(x, scale, bias, where, *dynamic):
-            if centered:
-                own = xla.moments(x, axes=axes, where=where)
-            else:
-                own = _own(x, axes, where, None, None, xla.sums(x, None, axes=axes, where=where)[1])
-            rstd = own.rstd(dynamic[0] if dynamic else eps)
-            mean, low = (own.mean, own.low) if centered else (None, None)
-            y = xla.apply(x, mean, low, rstd, scale, bias, where=where, dtype=dtype)
-            return y, own.m2, rstd, *((mean, low) if centered else ())
+        def formula(*operands):
+            return _behind(activation, xla.mapped, *_affine_order(operands)).astype(dtype)
 
-        dynamic = [] if isinstance(eps, int | float) else [eps]
-        y, m2, rstd, *centre = self._call(kernel, formula, [x, scale, bias, where, *dynamic], statistics=(4,))
-        mean, low = centre or (None, None)
-        return y, _own(x, axes, where, mean, low, m2), rstd
+        if not self.computes(x):
+            return formula(x, mean, low, rstd, scale, bias, behind, where)
+        return self.call(kernel, formula, [x, mean, low, rstd, scale, bias, behind, where], statistics=(1, 2, 3))
 
-    def backward(self, x, dy, mean, low, rstd, weight, *, axes):
-        """dx in one kernel, or None where this takes more than one."""
-        shapes = [t.shape for t in (rstd, weight) if t is not None]
-        view = rows_of(x.shape, axes, [x.shape, *shapes]) if axes and self.computes(x) else None
-        if view is None:
-            return None
+    def pull_behind(self, x, mean, low, rstd, scale, bias, behind, where, dy, *, activation, dtype):
+        """The cotangent of apply(...) + behind from dy, that of its activation."""
 
-        def kernel(x, dy, mean, low, rstd, weight):
-            return view.back(row_norm_grad(x, dy, mean, low, rstd, weight, view=view, machine=self.machine))
+        def pulled(mapped, x, mean, low, rstd, scale, bias, where, behind, dy):
+            z = mapped(x, mean, low, rstd, scale, bias, where)
+            z = z if behind is None else z + wide(behind)
+            z = z if where is None else jnp.where(where | finite(z), z, 0.0)  # 0 * NaN behind the mask
+            return activation.pull(wide(dy), z, jnp.ones((), dtype))
 
-        def formula(x, dy, mean, low, rstd, weight):
-            n = math.prod(x.shape[a] for a in axes)
-            s0, s1 = xla.grad_sums(x, dy, mean, low, rstd, weight, axes=axes, where=None)
-            c0 = None if mean is None else s0 / n
-            return xla.grad_apply(x, dy, mean, low, rstd, weight, rstd * (s1 / n), c0, where=None)
+        def kernel(*operands):
+            body = functools.partial(pulled, affine_tile)
+            operands = _affine_order(operands)
+            return elementwise(body, operands, name="act_grad", dtype=dtype, machine=self.machine, temporary=24)
 
-        return self._call(kernel, formula, [x, dy, mean, low, rstd, weight], statistics=(2, 3, 4))
+        def formula(*operands):
+            return pulled(xla.mapped, *_affine_order(operands)).astype(dtype)
 
-    def _call(self, kernel, formula, operands, *, statistics: tuple[int, ...]):
+        if not self.computes(x):
+            return formula(x, mean, low, rstd, scale, bias, behind, where, dy)
+        operands = [x, mean, low, rstd, scale, bias, behind, where, dy]
+        return self.call(kernel, formula, operands, statistics=(1, 2, 3))
+
+    # The whole forward or backward in one kernel, or None: where statistics are of one device and of rows
+
+    def forward(self, terms, scale, bias, where, behind=None, **options):
+        """See `normlib.passes.whole.forward`."""
+        return whole.forward(self, terms, scale, bias, where, behind, **options)
+
+    def backward(self, terms, dy, mean, low, rstd, scale=None, bias=None, behind=None, extra=None, **options):
+        """See `normlib.passes.whole.backward`."""
+        return whole.backward(self, terms, dy, mean, low, rstd, scale, bias, behind, extra, **options)
+
+    def call(self, kernel, formula, operands, *, statistics: tuple[int, ...]):
         """Run `kernel(*operands)`, differentiated as `formula(*operands)`; operands may be None."""
         present = [i for i, t in enumerate(operands) if t is not None]
 
@@ -190,6 +189,13 @@ class TilePass:
         return call(*(operands[i] for i in present))
 
 
-def _own(x, axes, where, mean, low, m2) -> Moments:
-    count = jnp.broadcast_to(count_entries(x.shape, axes, where), m2.shape)
-    return Moments(count, jnp.zeros_like(m2) if mean is None else mean, jnp.zeros_like(m2) if low is None else low, m2)
+def _affine_order(operands):
+    """x, mean, low, rstd, scale, bias, behind, where, ... with the mask before what stands behind."""
+    *affine, behind, where = operands[:8]
+    return [*affine, where, behind, *operands[8:]]
+
+
+def _behind(activation, mapped, x, mean, low, rstd, scale, bias, where, behind):
+    z = mapped(x, mean, low, rstd, scale, bias, where)
+    z = z if behind is None else z + wide(behind)
+    return z if activation is None else activation(z)

@@ -12,7 +12,7 @@ import jax
 from jaxtyping import Array
 
 import sim_npu
-from normlib.kernels.phases import Tiling
+from normlib.kernels.tiling import Tiling
 from sim_npu.footprint import CapacityError
 
 _table: dict[str, Tiling] = {}
