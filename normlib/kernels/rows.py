@@ -17,7 +17,7 @@ from jaxtyping import Array
 from normlib.kernels.affine import affine_tile, as_bytes
 from normlib.kernels.machine import Machine
 from normlib.kernels.phases import Columns, Out, Phase, run_rows
-from normlib.kernels.tile import Chunk, weighted, widened
+from normlib.kernels.tile import Chunk, chan, quotient, weighted, widened
 from normlib.kernels.tiling import tiling
 from normlib.kernels.view import View
 from normlib.moments import two_sum
@@ -71,7 +71,7 @@ def row_norm(
     if dynamic is not None:
         arrays.append(view.array(jnp.reshape(dynamic, jnp.shape(dynamic) or (1,) * x.ndim), periodic=True))
     body = _Body(
-        view, len(terms), weights, [t is not None for t in given[len(terms) :]], dynamic is not None,
+        view, machine, len(terms), weights, [t is not None for t in given[len(terms) :]], dynamic is not None,
         eps if dynamic is None else None, centered, activation, residual_dtype, round_first,
     )  # fmt: skip
     full = [t for t in arrays if t.size == x.size]
@@ -97,13 +97,35 @@ def row_norm(
     return RowNorm(y, rest[0] if rest else None, *values)  # type: ignore[arg-type]
 
 
+def row_moments(
+    x: Array, *, view: View, machine: Machine, name: str = "moments",
+    rows: int | None = None, chunk: int | None = None, residency: str | None = None,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """(mean, low, m2), `[A, M, 1]` in float32, of the rows of `view`; arguments as `row_norm`."""
+    body = _Body(view, machine, 1, (1.0,), [False] * 4, False, 0.0, True, None, None, False)
+    tile = tiling(
+        view.tile_shape, machine, moving=2 * x.dtype.itemsize, temporary=12, rows=rows, chunk=chunk,
+        residency=residency,
+    )  # fmt: skip
+    phase = Phase(body.first, body.measure, lambda refs, carry, done: carry[1:], 4, 3)
+    (columns,) = run_rows(
+        [phase], view, [view.array(x)], [Out(widened(x[:0]).dtype, columns=3)], tile, machine=machine, name=name,
+        columns=lambda done: done,
+    )  # fmt: skip
+    mean, low, m2 = (columns[:, :, i : i + 1] for i in range(3))
+    return mean, low, m2
+
+
 class _Body:
     """The phases of a row norm. Refs: terms, scale, bias, where, behind, eps (those given), y, residual."""
 
-    def __init__(self, view, terms, weights, given, dynamic, eps, centered, activation, residual_dtype, round_first):
+    def __init__(
+        self, view, machine, terms, weights, given, dynamic, eps, centered, activation, residual_dtype, round_first
+    ):
         _, m, l = view.tile_shape
         self.pooled, self.rows = view.pooled, m if view.pooled else 1
         self.n = self.rows * l
+        self.machine = machine
         self.terms, self.weights, self.given, self.dynamic = terms, weights, given, dynamic
         self.eps, self.centered, self.activation = eps, centered, activation
         self.residual_dtype, self.round_first = residual_dtype, round_first
@@ -141,14 +163,14 @@ class _Body:
             count: Any = float(number)
             if not self.centered:
                 return count, jnp.zeros((1 if self.pooled else s.shape[0], 1), s.dtype), s
-            mean = self._sum(s) * (1.0 / number)
+            mean = quotient(self._sum(s), float(number), self.machine)
             return count, mean, chunk.clean(s - mean)
         where = jnp.broadcast_to(where, s.shape)
         count = self._sum(chunk.clean(where.astype(s.dtype)))
         s = jnp.where(where, s, jnp.zeros((), s.dtype))
         if not self.centered:
             return count, jnp.zeros_like(count), s
-        mean = self._sum(s) / jnp.maximum(count, 1.0)
+        mean = quotient(self._sum(s), jnp.maximum(count, 1.0), self.machine)
         return count, mean, chunk.clean(jnp.where(where, s - mean, jnp.zeros((), s.dtype)))
 
     def first(self, chunk: Chunk, refs: Sequence[Any], done: Columns) -> Columns:
@@ -159,21 +181,16 @@ class _Body:
         if not self.centered:
             return counts, mean, mean, m2
         rest = self._sum(d)
-        part = rest / jnp.maximum(count, 1.0)
+        part = quotient(rest, count if isinstance(count, float) else jnp.maximum(count, 1.0), self.machine)
         mean, low = two_sum(mean, part)
         return counts, mean, low, jnp.maximum(m2 - rest * part, 0.0)
 
     def measure(self, chunk: Chunk, refs: Sequence[Any], carry: Columns, done: Columns) -> Columns:
         """Chan's merge of one more chunk; the mean stays in two words."""
-        count, mean, low, m2 = carry
-        n, other_mean, other_low, other_m2 = self.first(chunk, refs, done)
-        total = count + n
-        if not self.centered:
-            return total, mean, low, m2 + other_m2
-        share = n / jnp.maximum(total, 1.0)
-        apart = (other_mean - mean) + (other_low - low)
-        mean, low = two_sum(mean, low + apart * share)
-        return total, mean, low, m2 + other_m2 + apart * apart * (count * share)
+        other = self.first(chunk, refs, done)
+        if self.centered:
+            return chan(carry, other, self.machine)
+        return carry[0] + other[0], *carry[1:3], carry[3] + other[3]
 
     def end(self, refs: Sequence[Any], carry: Columns, done: Columns) -> Columns:
         """(count, mean, low, m2, rstd)."""

@@ -17,8 +17,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from normlib.kernels.affine import affine_tile, centred, elementwise, finite, grad_tile
+from normlib.kernels.column_moments import moments as kernel_moments
 from normlib.kernels.machine import Machine
 from normlib.kernels.sums import sums as kernel_sums
+from normlib.moments import Moments, count_entries
 from normlib.passes import whole, xla
 from normlib.precision import wide
 
@@ -60,7 +62,17 @@ class TilePass:
 
     def moments(self, x, *, axes, where, batch_invariant=False):
         """See `normlib.passes.Pass.moments`."""
-        return xla.moments(x, axes=axes, where=where, batch_invariant=batch_invariant, sums=self.sums)
+        if where is not None or not self.computes(x) or not axes:
+            return xla.moments(x, axes=axes, where=where, batch_invariant=batch_invariant, sums=self.sums)
+
+        def kernel(x):
+            return kernel_moments(x, axes=axes, machine=self.machine)
+
+        def formula(x):
+            return tuple(xla.moments(x, axes=axes, where=None)[1:])
+
+        mean, low, m2 = self.call(kernel, formula, [x], statistics=())
+        return Moments(jnp.broadcast_to(count_entries(x.shape, axes, None), m2.shape), mean, low, m2)
 
     def apply(self, x, mean, low, rstd, scale, bias, *, where=None, dtype=None, batch_invariant=False):
         """See `normlib.passes.Pass.apply`."""
