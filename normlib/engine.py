@@ -105,11 +105,8 @@ def normalize(
     for name, array in (("scale", scale), ("bias", bias), ("where", where)):
         if array is not None and jnp.broadcast_shapes(array.shape, x.shape) != x.shape:
             raise ValueError(f"`{name}` of shape {array.shape} does not broadcast to x's shape {x.shape}.")
-    if batch_invariant and any(splits(x)[a] for a in axes):
-        raise ValueError(
-            "`batch_invariant` needs each row whole on one device, but x is sharded along its reduced axes over "
-            f"{sorted({n for a in axes for n in splits(x)[a]})}: reshard x first, or leave `batch_invariant` False."
-        )
+    if batch_invariant:
+        _check_whole(x, axes)
     scope.check_bound()
     config = Config(
         axes, centered, scale_offset, scope, batch_invariant,
@@ -156,6 +153,16 @@ def affine(
     low = None if mean is None else jnp.zeros_like(mean) if low is None else low
     parameters = folded(rstd, effective(scale, scale_offset), wide_or_none(bias))
     return passes.xla.apply(x, mean, low, *parameters)
+
+
+def _check_whole(x: Array, axes: tuple[int, ...]) -> None:
+    """Raise where `axes` of x are split over an explicit mesh: halving them could not be typed."""
+    names = sorted({name for a in axes for name in splits(x)[a]})
+    if names:
+        raise ValueError(
+            "`batch_invariant` needs each row whole on one device, but x is sharded along its reduced axes over "
+            f"{names}: reshard x first, or leave `batch_invariant` False."
+        )
 
 
 def _power_of_two(x: Array, where: Array | None, config: Config) -> Array:
