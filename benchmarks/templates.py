@@ -158,8 +158,8 @@ kernel on the simulator** under either choice, so they compare choices, not impl
 room for what our kernel keeps (float32 of x and of the sum). *default* is what a norm gets without a search
 (`NpuPass(tune=True)` searches once per shape).
 
-Over {len(faster)} shapes our choice takes 1 / {min(faster):.2f} to 1 / {max(faster):.2f} of the time of ops-nn's, median
-1 / {median:.2f}. Where they differ, the reason is one of three:
+Over {len(faster)} shapes our choice is {min(faster):.2f} to {max(faster):.2f} times as fast as ops-nn's, median
+{median:.2f}. Where they differ, the reason is one of three:
 
 - several rows per tile pay as long as two fit, since every vector instruction has a fixed cost: ops-nn's factor (12288
   elements) keeps one row resident where two would fit in pieces;
