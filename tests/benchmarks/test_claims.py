@@ -11,7 +11,7 @@ from benchmarks.claims import CLAIMS, Figure, Outcome, __main__, networks, regis
 from benchmarks.claims.page import PATH, page, rows_of
 from benchmarks.claims.resnet_step import norm_shapes
 
-CHEAP = [id for id, claim in CLAIMS.items() if claim.seconds <= 5]
+CHEAP = [id for id, claim in CLAIMS.items() if claim.seconds <= 5 and claim.basis != "measured"]
 SLOW = [id for id, claim in CLAIMS.items() if 5 < claim.seconds and claim.basis == "model"]
 
 
