@@ -26,7 +26,7 @@ from normlib._rules import backward
 from normlib._varying import like
 from normlib.engine import Normalized, normalize
 from normlib.moments import Moments
-from normlib.precision import output_dtype, wide
+from normlib.precision import output_dtype, statistics_dtype, wide
 from normlib.scope import LOCAL, Scope
 
 Style = Callable[[Moments, Any], tuple[Array, Array | None]]
@@ -53,7 +53,7 @@ def restyled(
         scope.check_bound()
         name = passes.current_backend() if backend is None else passes.checked(backend)
         plan = _Plan(Config(axes, True, 0.0, scope, False, name, out.name), style)
-        return Normalized(*_run(plan, x, extras, where, shift, jnp.asarray(eps, wide(x).dtype)))
+        return Normalized(*_run(plan, x, extras, where, shift, jnp.asarray(eps, statistics_dtype(x))))
 
     def composed(x, extras):
         found = normalize(

@@ -20,7 +20,7 @@ from normlib._varying import like
 from normlib.engine import normalize
 from normlib.moments import Moments, reciprocal_root
 from normlib.passes.xla import own_copy
-from normlib.precision import output_dtype, wide
+from normlib.precision import output_dtype, statistics_dtype, wide
 from normlib.scope import Scope, axis_size, unbroadcast
 
 
@@ -95,7 +95,7 @@ def _dynamic_tanh_fwd(dtype, x, alpha, scale, bias):
 def _dynamic_tanh_bwd(_, residuals, dy):
     """Every sum reads operands of its own: shared, tanh would be written out in float32."""
     x, alpha, scale, bias = residuals
-    one = jnp.ones((), wide(x).dtype)
+    one = jnp.ones((), statistics_dtype(x))
     operands = (x, dy, alpha, scale, one)
 
     def pieces():
@@ -299,7 +299,7 @@ def batch_renorm(
         count = math.prod(x.shape[a] for a in reduced) * axis_size(scope.names)
         check.more_than_one(count, on_single, f"batch_renorm of x with shape {x.shape}")
     extras = {
-        "old": (old_mean, old_var), "limits": tuple(jnp.asarray(t, wide(x).dtype) for t in (r_max, d_max)),
+        "old": (old_mean, old_var), "limits": tuple(jnp.asarray(t, statistics_dtype(x)) for t in (r_max, d_max)),
         "scale": scale, "bias": bias,
     }  # fmt: skip
     out = restyled(

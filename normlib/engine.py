@@ -27,7 +27,7 @@ from normlib._forward import Config, effective, folded, forward, wide_or_none
 from normlib._rules import both, reverse
 from normlib._sharding import splits
 from normlib.moments import Moments
-from normlib.precision import output_dtype, wide
+from normlib.precision import output_dtype, statistics_dtype, wide
 from normlib.scope import LOCAL, Scope, vary_typed
 
 RULES: dict[str, Callable] = {"reverse": reverse, "both": both, "autodiff": forward}
@@ -115,7 +115,7 @@ def normalize(
         float(eps) if isinstance(eps, int | float) and not rescale else None,
     )  # fmt: skip
     x = x.astype(output_dtype(x.dtype))
-    room = jnp.asarray(eps, wide(x).real.dtype)
+    room = jnp.asarray(eps, statistics_dtype(x))
     factor = _power_of_two(x, where, config) if rescale else None
     if factor is not None:
         by_entry = scope.expand(factor, x.shape[scope.channel_axis]) if x.ndim else factor
