@@ -65,7 +65,9 @@ def tiling(
       rows, chunk, residency: asked for, or None.
     """
     _, m, l = shape
-    least = rows_per_tile(m, 1, machine)
+    if machine.steady:  # tiles, and with them the bits of a row, do not change with the rows beside it
+        m = STEADY_ROWS
+    least = machine.row_multiple  # not of m either: it decides how a row is cut
     budget = machine.tile_bytes
     if machine.masked:  # a block is a pointer there: nothing has to stay
         lanes = lanes_per_tile(l, chunk or 4096, machine)
@@ -83,6 +85,7 @@ def tiling(
     return Tiling(rows_per_tile(m, rows or min(max(fit, 1), least), machine), lanes, True)
 
 
+STEADY_ROWS = 48 * 64
 CORES = 48  # tiles are made no larger than leaves one for every core
 
 
@@ -194,6 +197,8 @@ def run_rows(
 
     def operand(t: Array) -> Operand:
         s = tuple(n != 1 for n in t.shape)
+        if machine.steady and m == 1:
+            s = (s[0], True, s[2])  # a lone row lies in a tile as high as any other
         block = (None, tile.rows if s[1] else 1, width if s[2] else 1)
         if tile.streamed:
             return Operand(t, block, lambda i, j, p, c: (i * s[0], j * s[1], c * s[2]))

@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 import sim_npu
 from normlib.kernels.machine import MACHINES, Machine
+from normlib.passes.placement import Split, place
 from normlib.passes.tiles import TilePass
 from sim_npu.precision import PrecisionPolicy, resolve
 
@@ -49,8 +50,13 @@ class NpuPass(TilePass):
         room = sim_npu.get_chip(self.chip).ub_bytes * 5 // 6
         return MACHINES["npu"].replace(tile_bytes=room)
 
-    def run(self, kernel: Callable[..., Any], arrays: Sequence[Array], statistics: Sequence[int]) -> Any:
-        return sim_npu.emulate(kernel, *arrays, precision=self.policy, statistics=tuple(statistics))
+    def run(
+        self, kernel: Callable[..., Any], arrays: Sequence[Array], statistics: Sequence[int], split: Split | None
+    ) -> Any:
+        def emulated(*arrays: Array) -> Any:
+            return sim_npu.emulate(kernel, *arrays, precision=self.policy, statistics=tuple(statistics))
+
+        return place(emulated, arrays, split, interpreted=True, partition=False)
 
     def computes(self, x: Array) -> bool:
         """An AI Core has no float64."""

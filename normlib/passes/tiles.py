@@ -24,6 +24,7 @@ from normlib.kernels.sums import sums as kernel_sums
 from normlib.kernels.view import rows_of
 from normlib.moments import Moments, count_entries
 from normlib.passes import xla
+from normlib.passes.placement import Split
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ class TilePass:
         """Where kernels run."""
         raise NotImplementedError
 
-    def run(self, kernel: Callable[..., Any], arrays: Sequence[Array], statistics: Sequence[int]) -> Any:
+    def run(
+        self, kernel: Callable[..., Any], arrays: Sequence[Array], statistics: Sequence[int], split: Split | None
+    ) -> Any:
         """`kernel(*arrays)`; `statistics` are the positions of arrays that hold statistics."""
         raise NotImplementedError
 
@@ -59,7 +62,7 @@ class TilePass:
         def formula(x, k, where):
             return xla.sums(x, k, axes=axes, where=where)
 
-        return self._call(kernel, formula, [x, k, where], statistics=(1,))
+        return self._call(kernel, formula, [x, k, where], statistics=(1,), split=Split(added=axes))
 
     def moments(self, x, *, axes, where, batch_invariant=False):
         """See `normlib.passes.Pass.moments`."""
@@ -77,7 +80,8 @@ class TilePass:
         def formula(*operands):
             return xla.apply(*operands[:-1], where=operands[-1], dtype=dtype)
 
-        return self._call(kernel, formula, [x, mean, low, rstd, scale, bias, where], statistics=(1, 2, 3))
+        operands = [x, mean, low, rstd, scale, bias, where]
+        return self._call(kernel, formula, operands, statistics=(1, 2, 3), split=Split())
 
     def grad_sums(self, x, dy, mean, low, rstd, weight, *, axes, where):
         """See `normlib.passes.Pass.grad_sums`."""
@@ -97,7 +101,8 @@ class TilePass:
         def formula(*operands):
             return xla.grad_sums(*operands[:-1], axes=axes, where=operands[-1])
 
-        return self._call(kernel, formula, [x, dy, mean, low, rstd, weight, where], statistics=(2, 3, 4))
+        operands = [x, dy, mean, low, rstd, weight, where]
+        return self._call(kernel, formula, operands, statistics=(2, 3, 4), split=Split(added=axes))
 
     def grad_apply(self, x, dy, mean, low, rstd, weight, c1, c0, *, where):
         """See `normlib.passes.Pass.grad_apply`."""
@@ -110,19 +115,19 @@ class TilePass:
         def formula(*operands):
             return xla.grad_apply(*operands[:-1], where=operands[-1])
 
-        return self._call(kernel, formula, [x, dy, mean, low, rstd, weight, c1, c0, where], statistics=(2, 3, 4, 6, 7))
+        operands = [x, dy, mean, low, rstd, weight, c1, c0, where]
+        return self._call(kernel, formula, operands, statistics=(2, 3, 4, 6, 7), split=Split())
 
     # The whole forward or backward in one kernel, where statistics are of one device and of rows
 
     def forward(self, x, scale, bias, *, axes, eps, centered, where, dtype):
         """(y, moments, rstd) in one kernel, or None where this takes more than one."""
-        shapes = [t.shape for t in (scale, bias, where) if t is not None]
-        view = rows_of(x.shape, axes, [x.shape, *shapes]) if axes and self.computes(x) else None
-        if view is None:
+        if not axes or not self.computes(x) or rows_of(x.shape, axes) is None:
             return None
         dtype = x.dtype if dtype is None else jnp.dtype(dtype)
 
         def kernel(x, scale, bias, where, *dynamic):
+            view = _rows(axes, x, scale, bias, where)
             out = row_norm(
                 [x], scale, bias, where, view=view, eps=dynamic[0] if dynamic else eps, machine=self.machine,
                 centered=centered, dtype=dtype,
@@ -140,19 +145,19 @@ class TilePass:
             y = xla.apply(x, mean, low, rstd, scale, bias, where=where, dtype=dtype)
             return y, own.m2, rstd, *((mean, low) if centered else ())
 
-        dynamic = [] if isinstance(eps, int | float) else [eps]
-        y, m2, rstd, *centre = self._call(kernel, formula, [x, scale, bias, where, *dynamic], statistics=(4,))
+        dynamic = [] if isinstance(eps, int | float) else [jnp.reshape(eps, jnp.shape(eps) or (1,) * x.ndim)]
+        operands = [x, scale, bias, where, *dynamic]
+        y, m2, rstd, *centre = self._call(kernel, formula, operands, statistics=(4,), split=Split(whole=axes))
         mean, low = centre or (None, None)
         return y, _own(x, axes, where, mean, low, m2), rstd
 
     def backward(self, x, dy, mean, low, rstd, weight, *, axes):
         """dx in one kernel, or None where this takes more than one."""
-        shapes = [t.shape for t in (rstd, weight) if t is not None]
-        view = rows_of(x.shape, axes, [x.shape, *shapes]) if axes and self.computes(x) else None
-        if view is None:
+        if not axes or not self.computes(x) or rows_of(x.shape, axes) is None:
             return None
 
         def kernel(x, dy, mean, low, rstd, weight):
+            view = _rows(axes, x, rstd, weight)
             return view.back(row_norm_grad(x, dy, mean, low, rstd, weight, view=view, machine=self.machine))
 
         def formula(x, dy, mean, low, rstd, weight):
@@ -161,10 +166,14 @@ class TilePass:
             c0 = None if mean is None else s0 / n
             return xla.grad_apply(x, dy, mean, low, rstd, weight, rstd * (s1 / n), c0, where=None)
 
-        return self._call(kernel, formula, [x, dy, mean, low, rstd, weight], statistics=(2, 3, 4))
+        operands = [x, dy, mean, low, rstd, weight]
+        return self._call(kernel, formula, operands, statistics=(2, 3, 4), split=Split(whole=axes))
 
-    def _call(self, kernel, formula, operands, *, statistics: tuple[int, ...]):
-        """Run `kernel(*operands)`, differentiated as `formula(*operands)`; operands may be None."""
+    def _call(self, kernel, formula, operands, *, statistics: tuple[int, ...], split: Split | None = None):
+        """Run `kernel(*operands)`, differentiated as `formula(*operands)`; operands may be None.
+
+        The kernel asks its operands for shapes: it may be given a part of them (see `split`).
+        """
         present = [i for i, t in enumerate(operands) if t is not None]
 
         def full(arrays):
@@ -180,7 +189,7 @@ class TilePass:
 
         @jax.custom_jvp
         def call(*arrays):
-            return self.run(on_machine, arrays, held)
+            return self.run(on_machine, arrays, held, split)
 
         @call.defjvp
         def _(primals, tangents):
@@ -188,6 +197,13 @@ class TilePass:
             return call(*primals), dots
 
         return call(*(operands[i] for i in present))
+
+
+def _rows(axes, x, *operands):
+    """The rows of x as kernels see them beside operands that broadcast to it."""
+    view = rows_of(x.shape, axes, [x.shape, *(t.shape for t in operands if t is not None)])
+    assert view is not None  # rows of x alone have been seen so
+    return view
 
 
 def _own(x, axes, where, mean, low, m2) -> Moments:
