@@ -1,0 +1,1 @@
+"""Measurements that need a device, and the cases they run."""
