@@ -50,5 +50,6 @@ class PallasPass(TilePass):
         return place(kernel, arrays, split, interpreted=self.machine.interpret)
 
     def computes(self, x: Array) -> bool:
-        """Neither Triton's nor a TPU's kernels are written for float64; the interpreter's are."""
-        return super().computes(x) and (self.machine.interpret or x.dtype != jnp.float64)
+        """No kernels of float64 on a GPU or TPU, nor of float16 on a TPU (Mosaic refuses its loads)."""
+        refused = {"tpu": (jnp.float64, jnp.float16), "gpu": (jnp.float64,)}.get(self.machine.name, ())
+        return super().computes(x) and (self.machine.interpret or x.dtype not in refused)
