@@ -70,7 +70,7 @@ class Case:
                 bound = 2.0**-24 * (16 * np.sqrt(self.sums) * 8 + 4 * size)  # terms here are below 8 in size
             apart = abs(got.astype(np.float64).reshape(want.shape) - want)
             worst = max(worst, float(np.max(apart, initial=0.0)) / bound if np.isfinite(apart).all() else np.inf)
-        return worst
+        return float(worst)
 
 
 def _stats(x, where=None, centered=True):

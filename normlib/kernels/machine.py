@@ -28,7 +28,7 @@ class Machine:
       steady: tiles of row kernels have the same number of rows for any number of rows: the order in which lanes are
         summed may depend on it.
       sequential: grid steps run in order on one core and a block that is visited again keeps its values.
-      interpret: run in Pallas' interpreter.
+      interpret: run in Pallas' interpreter: a bool, or `pltpu.InterpretParams` for its checks.
       num_warps: warps of a Triton program; None leaves it to the tile's size.
 
     >>> MACHINES["gpu"].power_of_two, MACHINES["npu"].sequential
@@ -43,7 +43,7 @@ class Machine:
     masked: bool = False
     steady: bool = False
     sequential: bool = True
-    interpret: bool = False
+    interpret: Any = False
     num_warps: int | None = None
 
     def replace(self, **changes: Any) -> Machine:
