@@ -56,7 +56,9 @@ def correctness(machine: Machine, chosen: Sequence[Case], until: float) -> list[
     return rows
 
 
-def medians(calls: dict[str, Callable[[], Any]], rounds: int = ROUNDS, least: float = ROUND_SECONDS) -> dict[str, float]:
+def medians(
+    calls: dict[str, Callable[[], Any]], rounds: int = ROUNDS, least: float = ROUND_SECONDS
+) -> dict[str, float]:
     """Median seconds of each call, the calls taking turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     repeats = {}

@@ -1,7 +1,7 @@
 """Every operator on the tile passes (interpreted, and the simulated core in fp32) against float64 NumPy.
 
-The XLA pass has the same tests in test_matrix.py and test_composites.py. Here each operator runs on each pass once, with
-a dtype, a mask and a shape chosen so that all pairs occur; the product is for the night.
+The XLA pass has the same tests in test_matrix.py and test_composites.py. Here each operator runs on each pass once,
+with a dtype, a mask and a shape chosen so that all pairs occur; the product is for the night.
 """
 
 import itertools

@@ -43,25 +43,64 @@ def main() -> int:
     # Mosaic does not load float16 (the pass leaves such arrays to XLA there)
     small = [case for case in cases() if all(dtype != jnp.float16 for _, dtype in case.shapes)]
     chosen = [*small[:: args.every], *large_cases()]
+    programs = [(case.name, functools.partial(case.call, MACHINES["tpu"]), case.structs()) for case in chosen]
+    programs = [(name, call, [_placed(t, place) for t in given]) for name, call, given in programs]
+    programs += list(split(devices))
     rows, failed = [], 0
     print(f"{'kernel':48} {'result':8} {'s':>5}  jax {jax.__version__}, {devices[0].device_kind}, {args.topology}")
-    for case in chosen:
-        structs = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=place) for t in case.structs()]
+    for name, call, given in programs:
         begin, reason = time.perf_counter(), ""
         try:
-            jax.jit(functools.partial(case.call, MACHINES["tpu"])).lower(*structs).compile()
+            jax.jit(call).lower(*given).compile()
         except Exception as error:  # Mosaic's own error is a plain Exception of a private module
             if not isinstance(error, RuntimeError | ValueError | NotImplementedError) and "osaic" not in str(error):
                 raise
             reason = " ".join(str(error).split())[:300]
             failed += 1
         took = time.perf_counter() - begin
-        rows.append({"kernel": case.name, "ok": not reason, "seconds": round(took, 2), "reason": reason})
-        print(f"{case.name:48} {'FAILED' if reason else 'compiled':8} {took:5.1f}  {reason}", flush=True)
+        rows.append({"kernel": name, "ok": not reason, "seconds": round(took, 2), "reason": reason})
+        print(f"{name:48} {'FAILED' if reason else 'compiled':8} {took:5.1f}  {reason}", flush=True)
     print(f"{len(rows) - failed} of {len(rows)} compiled")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
     return 1 if failed else 0
+
+
+def _placed(t, place):
+    import jax
+
+    return jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=place)
+
+
+def split(devices):
+    """(name, call, operands) of operators inside shard_map over all devices: forward and backward.
+
+    Not under jit with sharded arrays: a topology without its client has no partitioner for custom calls.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import normlib as nl
+
+    mesh = Mesh(np.array(devices), ("d",))
+    x = jax.ShapeDtypeStruct((64, 32, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, P("d")))
+    scale = jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=NamedSharding(mesh, P()))
+    synced = lambda *a: nl.batch_norm(*a, axis_name="d").y  # noqa: E731
+    for name, norm in (("layer_norm", nl.layer_norm), ("rms_norm", nl.rms_norm), ("batch_norm", synced)):
+
+        def call(x, scale, dy, norm=norm):
+            y, vjp = jax.vjp(norm, x, scale)
+            return y, *vjp(dy)
+
+        def local(*args, call=call):
+            with nl.use_backend("pallas", platform="tpu", interpret=False):
+                return call(*args)
+
+        whole = jax.shard_map(local, mesh=mesh, in_specs=(P("d"), P(), P("d")), out_specs=(P("d"), P("d"), P()))
+        yield f"{name} inside shard_map on {len(devices)}", whole, [x, scale, x]
 
 
 if __name__ == "__main__":

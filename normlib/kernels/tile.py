@@ -140,9 +140,7 @@ def launch(
         grid=grid,
         in_specs=[o.spec for o in inputs],
         out_specs=[o.spec for o in outputs],
-        out_shape=[
-            jax.ShapeDtypeStruct(o.array.shape, o.array.dtype, manual_axis_type=vary_over) for o in outputs
-        ],
+        out_shape=[jax.ShapeDtypeStruct(o.array.shape, o.array.dtype, manual_axis_type=vary_over) for o in outputs],
         scratch_shapes=list(scratch),
         compiler_params=machine.compiler_params(semantics, entries),
         interpret=machine.interpret,
