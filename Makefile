@@ -48,6 +48,7 @@ notebooks-check:
 claims:
 	@tools/setup.sh dev
 	$(PY) -m benchmarks.claims --write
+	$(PY) -m benchmarks.templates --write > /dev/null
 
 clean:
 	rm -rf .venv .venv-new .cache runs build dist

@@ -17,7 +17,7 @@ from normlib._sharding import pieces
 from normlib.engine import normalize
 from normlib.moments import Moments, reciprocal_root
 from normlib.passes import xla
-from normlib.precision import output_dtype, wide
+from normlib.precision import output_dtype, statistics_dtype, wide
 from normlib.scope import Scope, axis_size
 
 
@@ -78,7 +78,7 @@ def stored_normalized(
     centre, spread = (check.parameter(p, n, x, channels) for p, n in ((mean, "mean"), (var, "var")))
     if centre is None or spread is None:
         raise TypeError("`mean` and `var` must be arrays of x's channels; got None.")
-    dtype = wide(x).real.dtype
+    dtype = statistics_dtype(x)
     rstd = reciprocal_root(spread.astype(dtype) + jnp.asarray(eps, dtype))
     x = x.astype(output_dtype(x.dtype))
     parameters = folded(rstd, effective(scale, scale_offset), wide_or_none(bias))

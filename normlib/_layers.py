@@ -108,7 +108,7 @@ def options_of(settings: Any, x: Array, where: Array | None, initializing: bool)
     named = settings.axis_name is not None and not initializing
     return {
         "eps": check.epsilon(settings.epsilon, "epsilon"),
-        "where": None if where is None else _broadcast_mask(jnp.asarray(where, bool), x),
+        "where": None if where is None else broadcast_mask(where, x),
         "scale_offset": settings.scale_offset,
         "axis_name": settings.axis_name if named else None,
         "axis_index_groups": settings.axis_index_groups if named else None,
@@ -123,8 +123,12 @@ def quantised(settings: Any) -> dict[str, Any]:
     return {"quant": settings.quant, "norm_round_first": settings.norm_round_first}
 
 
-def _broadcast_mask(where: Array, x: Array) -> Array:
-    """A mask of lower rank stands for x's last axes where it fits there, as for Flax; else the operator decides."""
+def broadcast_mask(where: Array, x: Array) -> Array:
+    """A mask of lower rank stands for x's last axes where it fits there, as for Flax; else the operator decides.
+
+    In a mask of numbers all but 0 is measured.
+    """
+    where = jnp.asarray(where, bool)
     last = (1,) * (x.ndim - where.ndim) + where.shape
     fits = len(last) == x.ndim and all(a in (1, b) for a, b in zip(last, x.shape, strict=True))
     return where.reshape(last) if fits else where

@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from normlib import _arguments as check
 from normlib import activated, adaptive, dynamic, fused
-from normlib._layers import Running, fitted, options_of, quantised, sorted_axes, spread, typed, updated
+from normlib._layers import Running, broadcast_mask, fitted, options_of, quantised, sorted_axes, spread, typed, updated
 from normlib._modulation import looked_up
 from normlib.adaptive import AdaNormZeroOutput
 
@@ -167,6 +167,7 @@ def switchable_norm(
     scale: Array | None,
     bias: Array | None,
     running: Running,
+    where: Array | None = None,
     *,
     use_running_average: bool,
     initializing: bool = False,
@@ -179,6 +180,7 @@ def switchable_norm(
       logits: of the means and of the variances, `[3]` each: instance, layer, batch.
       scale, bias: `[C]` or None.
       running: the stored batch statistics.
+      where: bool, broadcastable to x, or None: what is measured.
       use_running_average: use these; no named axis plays a part then.
       initializing: batch statistics of this device alone.
 
@@ -199,6 +201,7 @@ def switchable_norm(
         running_var=stored[1] if use_running_average else None,
         axis=channel,
         eps=settings.epsilon,
+        where=None if where is None else broadcast_mask(where, x),
         axis_name=None if initializing or use_running_average else settings.axis_name,
         on_single="zero",
         rule=settings.rule,

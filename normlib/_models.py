@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from normlib._layers import _broadcast_mask
+from normlib._layers import broadcast_mask
 from normlib.moments import Moments
 from normlib.population import batch_moments
 
@@ -36,7 +36,7 @@ def check_changes(known: Any, changes: dict[str, Any]) -> None:
 def measured(layer: Any, x: Array, mask: Array | None) -> Moments:
     """Moments per channel of a batch norm's input x (any shape), where `mask` holds."""
     x = jnp.asarray(x)
-    where = None if mask is None else _broadcast_mask(jnp.asarray(mask, bool), x)
+    where = None if mask is None else broadcast_mask(mask, x)
     return batch_moments(x, axis=layer.axis, where=where)
 
 

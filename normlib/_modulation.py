@@ -7,14 +7,14 @@ from jaxtyping import Array
 
 from normlib import _arguments as check
 from normlib._forward import effective, wide_or_none
-from normlib.precision import wide
+from normlib.precision import statistics_dtype
 
 
 def factor(mod_scale, offset: float, x: Array) -> Array | None:
     """scale_offset + mod_scale in the wide dtype; None for 1."""
     offset = check.number(offset, "scale_offset")
     if mod_scale is None:
-        return None if offset == 1 else jnp.full((1,) * x.ndim, offset, wide(x).real.dtype)
+        return None if offset == 1 else jnp.full((1,) * x.ndim, offset, statistics_dtype(x))
     return effective(mod_scale, offset)
 
 

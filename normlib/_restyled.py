@@ -24,9 +24,9 @@ from normlib import passes
 from normlib._forward import Config, apply, pooled
 from normlib._rules import backward
 from normlib._varying import like
-from normlib.engine import Normalized, affine, normalize
+from normlib.engine import Normalized, normalize
 from normlib.moments import Moments
-from normlib.precision import output_dtype, wide
+from normlib.precision import output_dtype, statistics_dtype, wide
 from normlib.scope import LOCAL, Scope
 
 Style = Callable[[Moments, Any], tuple[Array, Array | None]]
@@ -53,7 +53,7 @@ def restyled(
         scope.check_bound()
         name = passes.current_backend() if backend is None else passes.checked(backend)
         plan = _Plan(Config(axes, True, 0.0, scope, False, name, out.name), style)
-        return Normalized(*_run(plan, x, extras, where, shift, jnp.asarray(eps, wide(x).dtype)))
+        return Normalized(*_run(plan, x, extras, where, shift, jnp.asarray(eps, statistics_dtype(x))))
 
     def composed(x, extras):
         found = normalize(
@@ -61,7 +61,8 @@ def restyled(
         )  # fmt: skip
         own = found.moments
         k, t = style(own, extras)
-        return affine(wide(x), own.mean, own.rstd(eps), k, t, low=own.low).astype(out), own, found.total
+        y = passes.xla.apply(wide(x), own.mean, own.low, own.rstd(eps), k, t, where=where, dtype=out)
+        return y, own, found.total
 
     # a checkpoint around a rule that has its own inside fails on jax 0.12
     run = composed if rule == "both" else jax.checkpoint(composed)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
 from normlib._forward import wide_or_none
@@ -20,7 +20,7 @@ from normlib._varying import like
 from normlib.engine import normalize
 from normlib.moments import Moments, reciprocal_root
 from normlib.passes.xla import own_copy
-from normlib.precision import output_dtype, wide
+from normlib.precision import output_dtype, statistics_dtype, wide
 from normlib.scope import Scope, axis_size, unbroadcast
 
 
@@ -95,7 +95,7 @@ def _dynamic_tanh_fwd(dtype, x, alpha, scale, bias):
 def _dynamic_tanh_bwd(_, residuals, dy):
     """Every sum reads operands of its own: shared, tanh would be written out in float32."""
     x, alpha, scale, bias = residuals
-    one = jnp.ones((), wide(x).dtype)
+    one = jnp.ones((), statistics_dtype(x))
     operands = (x, dy, alpha, scale, one)
 
     def pieces():
@@ -131,6 +131,7 @@ def switchable_norm(
     running_var: Float[Array, " c"] | None = None,
     axis: int = -1,
     eps: float = 1e-5,
+    where: Bool[Array, ...] | None = None,
     axis_name=None,
     on_single: str = "raise",
     rule: str = "reverse",
@@ -153,6 +154,8 @@ def switchable_norm(
       running_var: `[C]`.
       axis: channel axis.
       eps: added to the mixed variance inside the root, in units of x squared.
+      where: bool, broadcastable to x: which entries are measured, by instance, layer and batch, weighted by count.
+        An instance of which none is measured gives bias. A mask of lower rank stands for x's first axes.
       axis_name: mesh axis or axes over which the batch statistics are shared (one more pass over x).
       on_single: "raise" if an instance has one entry only, or "zero" to accept its variance of 0.
       rule, backend, out_dtype: as `normlib.batch_norm`.
@@ -162,6 +165,7 @@ def switchable_norm(
 
     Raises:
       ValueError: for shapes or axes that do not fit, one running statistic without the other, or eps < 0.
+      TypeError: for a mask that is not boolean.
 
     Source: Luo et al. 2019, "Differentiable Learning-to-Normalize via Switchable Normalization".
 
@@ -182,7 +186,10 @@ def switchable_norm(
         raise ValueError(f"`axis` must not be 0, which holds the samples of x, shape {x.shape}.")
     space = tuple(a for a in range(1, x.ndim) if a != channel)
     entries = math.prod(x.shape[a] for a in space)
-    check.more_than_one(entries, on_single, f"switchable_norm of x with shape {x.shape}")
+    where = check.mask(where, x)
+    if where is None:
+        check.more_than_one(entries, on_single, f"switchable_norm of x with shape {x.shape}")
+    check.one_of(on_single, ("raise", "zero"), "on_single")
     scale, bias = (check.parameter(p, n, x, (channel,)) for p, n in ((scale, "scale"), (bias, "bias")))
     extras: dict = {"mean": logits[0], "var": logits[1], "scale": wide_or_none(scale), "bias": wide_or_none(bias)}
     batch = None
@@ -190,10 +197,14 @@ def switchable_norm(
         batch = _stored(x, running_mean, running_var, channel)
     elif axis_name is not None:
         scope = Scope(names=check.names(axis_name))
-        batch = normalize(x, axes=(0, *space), eps=eps, scope=scope, rule=rule, backend=backend).moments
+        shared = normalize(x, axes=(0, *space), eps=eps, where=where, scope=scope, rule=rule, backend=backend)
+        batch = shared.moments
     if batch is not None:
         extras["batch"] = (batch.mean, batch.low, batch.var)
-    out = restyled(_Mix(channel, eps), x, extras, axes=space, eps=eps, rule=rule, backend=backend, out_dtype=out_dtype)
+    out = restyled(
+        _Mix(channel, eps), x, extras, axes=space, eps=eps, where=where, rule=rule, backend=backend,
+        out_dtype=out_dtype,
+    )  # fmt: skip
     batch = out.moments.merge_axis(0, keepdims=True) if batch is None else batch
     return SwitchableNormOutput(out.y, jax.tree.map(lambda t: t.reshape(x.shape[channel]), batch))
 
@@ -220,7 +231,7 @@ class _Mix:
         room = jnp.asarray(self.eps, var.dtype)
         rstd = reciprocal_root(var + room)
         rstd = rstd if extras["scale"] is None else rstd * extras["scale"]
-        bias = -step * rstd
+        bias = jnp.where(own.count > 0, -step * rstd, 0)  # an instance without entries has no mean to step from
         return rstd * jnp.sqrt(own.var + room), bias if extras["bias"] is None else bias + extras["bias"]
 
 
@@ -288,7 +299,7 @@ def batch_renorm(
         count = math.prod(x.shape[a] for a in reduced) * axis_size(scope.names)
         check.more_than_one(count, on_single, f"batch_renorm of x with shape {x.shape}")
     extras = {
-        "old": (old_mean, old_var), "limits": tuple(jnp.asarray(t, wide(x).dtype) for t in (r_max, d_max)),
+        "old": (old_mean, old_var), "limits": tuple(jnp.asarray(t, statistics_dtype(x)) for t in (r_max, d_max)),
         "scale": scale, "bias": bias,
     }  # fmt: skip
     out = restyled(

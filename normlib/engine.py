@@ -27,7 +27,7 @@ from normlib._forward import Config, effective, folded, forward, wide_or_none
 from normlib._rules import both, reverse
 from normlib._sharding import splits
 from normlib.moments import Moments
-from normlib.precision import output_dtype, wide
+from normlib.precision import output_dtype, statistics_dtype, wide
 from normlib.scope import LOCAL, Scope, vary_typed
 
 RULES: dict[str, Callable] = {"reverse": reverse, "both": both, "autodiff": forward}
@@ -105,11 +105,8 @@ def normalize(
     for name, array in (("scale", scale), ("bias", bias), ("where", where)):
         if array is not None and jnp.broadcast_shapes(array.shape, x.shape) != x.shape:
             raise ValueError(f"`{name}` of shape {array.shape} does not broadcast to x's shape {x.shape}.")
-    if batch_invariant and any(splits(x)[a] for a in axes):
-        raise ValueError(
-            "`batch_invariant` needs each row whole on one device, but x is sharded along its reduced axes over "
-            f"{sorted({n for a in axes for n in splits(x)[a]})}: reshard x first, or leave `batch_invariant` False."
-        )
+    if batch_invariant:
+        _check_whole(x, axes)
     scope.check_bound()
     config = Config(
         axes, centered, scale_offset, scope, batch_invariant,
@@ -118,7 +115,7 @@ def normalize(
         float(eps) if isinstance(eps, int | float) and not rescale else None,
     )  # fmt: skip
     x = x.astype(output_dtype(x.dtype))
-    room = jnp.asarray(eps, wide(x).real.dtype)
+    room = jnp.asarray(eps, statistics_dtype(x))
     factor = _power_of_two(x, where, config) if rescale else None
     if factor is not None:
         by_entry = scope.expand(factor, x.shape[scope.channel_axis]) if x.ndim else factor
@@ -156,6 +153,16 @@ def affine(
     low = None if mean is None else jnp.zeros_like(mean) if low is None else low
     parameters = folded(rstd, effective(scale, scale_offset), wide_or_none(bias))
     return passes.xla.apply(x, mean, low, *parameters)
+
+
+def _check_whole(x: Array, axes: tuple[int, ...]) -> None:
+    """Raise where `axes` of x are split over an explicit mesh: halving them could not be typed."""
+    names = sorted({name for a in axes for name in splits(x)[a]})
+    if names:
+        raise ValueError(
+            "`batch_invariant` needs each row whole on one device, but x is sharded along its reduced axes over "
+            f"{names}: reshard x first, or leave `batch_invariant` False."
+        )
 
 
 def _power_of_two(x: Array, where: Array | None, config: Config) -> Array:

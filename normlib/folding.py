@@ -68,9 +68,9 @@ def fold_conv_batch_norm(
 
     Args:
       kernel: any rank; computed in float32 (float64 for float64), returned in its dtype.
-      bias: of the convolution, or None for zeros.
-      mean, var: the norm's statistics, as many as the convolution has output channels C.
-      scale, norm_bias: the norm's parameters, or None for ones and zeros.
+      bias: `[C]`, of the convolution, or None for zeros.
+      mean, var: `[C]`, the norm's statistics, as many as the convolution has output channels C.
+      scale, norm_bias: `[C]`, the norm's parameters, or None for ones and zeros.
       eps: of the norm, in units of its input squared.
       scale_offset: added to `scale` in float32.
       layout: a letter per axis of `kernel`: I for input channels, O for output channels, others for space. None: the

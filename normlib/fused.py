@@ -158,7 +158,8 @@ def add_rms_norm(
 
         s = x1 + x2 + sum_bias;   y = s / sqrt(mean(s**2) + eps) * (scale + scale_offset) + bias;   residual = s
 
-    Args, returns, raises, gradients: as `add_layer_norm`; `moments.var` is the mean square.
+    Args, returns, raises, gradients: as `add_layer_norm`, with x1 and x2 `[..., D]`, scale, bias and sum_bias `[D]`;
+    `moments.var` is the mean square.
 
     Source: Zhang and Sennrich 2019 for the norm; ops-nn's AddRmsNorm for the operator.
 

@@ -14,7 +14,7 @@ from normlib import _arguments as check
 from normlib._restyled import restyled
 from normlib.moments import Moments
 from normlib.passes.xla import own_copy
-from normlib.precision import output_dtype, wide
+from normlib.precision import output_dtype, statistics_dtype, wide
 
 RENORM_EPS = 1e-7
 LEAST_VAR = 1e-24  # keeps the derivative of a root finite; far below eps squared, the next thing that matters
@@ -162,7 +162,7 @@ def mean_variance_norm(
     [[-1.0, 1.0], [0.0, 0.0]]
     """
     x, eps = check.array(x), check.epsilon(eps)
-    room = jnp.asarray(eps, wide(x).real.dtype)
+    room = jnp.asarray(eps, statistics_dtype(x))
     return restyled(_outside, x, room, axes=check.axes(axis, x.ndim), eps=LEAST_VAR, rule=rule, backend=backend).y
 
 

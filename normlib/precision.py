@@ -19,6 +19,15 @@ def wide_dtype(dtype) -> Dtype:
     return jnp.dtype(jnp.float32)
 
 
+def statistics_dtype(x: Array) -> Dtype:
+    """The dtype of statistics of `x` (any shape): the real one that goes with `wide_dtype`; nothing is converted.
+
+    >>> statistics_dtype(jnp.ones((2,), jnp.complex64))
+    dtype('float32')
+    """
+    return jnp.finfo(wide_dtype(x.dtype)).dtype
+
+
 def wide(x: Array) -> Array:
     """`x` in the dtype of its statistics, any shape.
 

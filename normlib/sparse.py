@@ -91,7 +91,7 @@ def sparse_rms_norm(
 
         y = x / sqrt(mean(x**2) + eps) * scale + bias   where x != 0, the mean over those entries;   0 elsewhere
 
-    Args, returns, raises: as `sparse_layer_norm`.
+    Args, returns, raises: as `sparse_layer_norm`, with x `[..., D]`, or `[nnz]` beside `segment_ids`.
 
     Source: Zhang and Sennrich 2019, restricted to the stored entries.
 

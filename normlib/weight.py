@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from normlib import _arguments as check
 from normlib.engine import normalize
-from normlib.precision import output_dtype, wide
+from normlib.precision import output_dtype, statistics_dtype, wide
 
 
 class SpectralNormOutput(NamedTuple):
@@ -66,7 +66,7 @@ def weight_norm(
     entries = max(math.prod(kernel.shape[a] for a in axes), 1)
     scale = check.parameter(scale, "scale", kernel, features)
     # sqrt(sum + eps) = sqrt(n) * sqrt(mean + eps / n): the engine's uncentred norm, with its backward
-    root = jnp.asarray(1 / math.sqrt(entries), wide(kernel).dtype)
+    root = jnp.asarray(1 / math.sqrt(entries), statistics_dtype(kernel))
     by = jnp.broadcast_to(root, (1,) * kernel.ndim) if scale is None else wide(scale) * root
     return normalize(
         kernel, by, axes=axes, eps=check.epsilon(eps) / entries, centered=False, rule=rule, backend=backend
@@ -109,7 +109,7 @@ def spectral_norm(
     if not isinstance(n_steps, int) or n_steps < 0:
         raise ValueError(f"`n_steps` must be a number of iterations >= 0; got {n_steps!r}.")
     if kernel.ndim <= 1 or n_steps == 0:
-        return SpectralNormOutput(kernel, u, jnp.ones((), wide(kernel).dtype))
+        return SpectralNormOutput(kernel, u, jnp.ones((), statistics_dtype(kernel)))
     if kernel.ndim > 2 and error_on_non_matrix:
         raise ValueError(f"`kernel` of shape {kernel.shape} is no matrix, and `error_on_non_matrix` is set.")
     if u.shape != (1, kernel.shape[-1]):

@@ -43,10 +43,13 @@ FUSING = {
 REDUCING = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "reduce_and", "reduce_or"}
 COLLECTIVE = {
     "psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant",
-    "reduce_scatter", "all_to_all", "ppermute", "pbroadcast",
+    "reduce_scatter", "all_to_all", "ppermute", "pbroadcast", "reshard",
 }
 # fmt: on
 _UNMOVED = FREE | {"axis_index", "pcast", "create_token", "mesh_cast", "sharding_constraint"}
+
+
+BRANCHES: dict[str, Callable] = {"dearest": max, "cheapest": min}
 
 
 def simulate_step(
@@ -57,6 +60,7 @@ def simulate_step(
     fuse: bool = True,
     formats: str = "nd",
     cache: str = "warm",
+    branches: str = "dearest",
     **kwargs: Any,
 ) -> StepReport:
     """Every operator of `fn(*args)` with its time and share. `fn` is traced, never run.
@@ -70,9 +74,11 @@ def simulate_step(
       fuse: whether element-wise chains are one kernel.
       formats: "nd" (conversions before cube operators) or "fractal" (none).
       cache: state of L2 for Pallas kernels.
+      branches: which branch of a `cond` is laid out: the "dearest", or the "cheapest" where the other is an
+        exception.
 
     Raises:
-      ValueError: for an unknown format.
+      ValueError: for an unknown format or choice of branches.
 
     >>> import jax.numpy as jnp
     >>> step = simulate_step(lambda x, w: jnp.tanh(x @ w), ((512, 512), "float16"), ((512, 512), "float16"))
@@ -83,9 +89,11 @@ def simulate_step(
         raise ValueError(f"`formats` must be one of {FORMATS}; got {formats!r}.")
     if plan is not None and not isinstance(plan, TilePlan) and not callable(plan):
         raise ValueError(f"`plan` must be a TilePlan, a function (name, program) -> TilePlan, or None; got {plan!r}.")
+    if branches not in BRANCHES:
+        raise ValueError(f"`branches` must be one of {tuple(BRANCHES)}; got {branches!r}.")
     spec = get_chip(chip)
     jaxpr = adapter.trace(fn, *shapes_of(args), **kwargs).jaxpr
-    walker = _Walker(spec, plan, fuse, formats, cache)
+    walker = _Walker(spec, plan, fuse, formats, cache, branches)
     walker.walk(jaxpr, {}, _Place(1, ""), [True] * len(jaxpr.outvars))
     ops, notes = tuple(walker.finish()), tuple(dict.fromkeys(walker.notes))
     return StepReport(getattr(fn, "__name__", "step"), spec, ops, fuse, formats, notes)
@@ -137,8 +145,11 @@ Env = dict[Any, _View]
 
 
 class _Walker:
-    def __init__(self, chip: ChipSpec, plan: TilePlan | Chooser | None, fuse: bool, formats: str, cache: str) -> None:
+    def __init__(
+        self, chip: ChipSpec, plan: TilePlan | Chooser | None, fuse: bool, formats: str, cache: str, branches: str
+    ) -> None:
         self.chip, self.plan, self.fuse, self.formats, self.cache = chip, plan, fuse, formats, cache
+        self.branches = branches
         self.items: list[StepOp | _Group] = []
         self.order: dict[int, int] = {}  # id of an item -> its position
         self.notes: list[str] = []
@@ -209,18 +220,19 @@ class _Walker:
         self.inner(parts.body.jaxpr, eqn.invars, eqn, env, place.inside(eqn, parts.length), wanted)
 
     def cond(self, eqn: Any, env: Env, place: _Place, used: Sequence[bool]) -> None:
-        """The branch that takes longest by itself."""
+        """The branch that takes longest, or least, by itself."""
         branches = [b.jaxpr for b in adapter.cond_parts(eqn)]
         where = place.inside(eqn)
 
         def alone(jaxpr: Any) -> float:
-            other = _Walker(self.chip, self.plan, self.fuse, self.formats, self.cache)
+            other = _Walker(self.chip, self.plan, self.fuse, self.formats, self.cache, self.branches)
             other.walk(jaxpr, {}, where, used)
             return sum(op.us for op in other.finish())
 
-        self.inner(max(branches, key=alone), eqn.invars[1:], eqn, env, where, used)
+        chosen = BRANCHES[self.branches](branches, key=alone)
+        self.inner(chosen, eqn.invars[1:], eqn, env, where, used)
         line = adapter.source_line(eqn)
-        self.notes.append(f"`cond` at {line}: the dearest of {len(branches)} branches is laid out")
+        self.notes.append(f"`cond` at {line}: the {self.branches} of {len(branches)} branches is laid out")
 
     # -- operators -----------------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ def test_a_linen_model_initialises_and_stores_the_same():
 
 def test_a_linen_model_becomes_synchronised():  # CASES: A1, J49
     model = Net()
-    variables = model.init(jax.random.key(1), X)
+    variables = jax.jit(model.init)(jax.random.key(1), X)
     synced = interop.convert_batch_norm(model, axis_name="d")
     apply = lambda m: sharded(lambda v, x: m.apply(v, x, mutable="batch_stats")[0])  # noqa: E731
     np.testing.assert_allclose(apply(synced)(variables, X), linen_reference(variables["params"], X), atol=3e-5)
@@ -87,7 +87,7 @@ def test_a_linen_model_becomes_synchronised():  # CASES: A1, J49
 
 
 def test_a_linen_model_becomes_ghost_and_keeps_its_momentum():
-    variables = Net().init(jax.random.key(1), X)
+    variables = jax.jit(Net().init)(jax.random.key(1), X)
     ghost = linen_tools.convert_batch_norm(Net(), virtual_batch_size=4)
     y, updates = jax.jit(lambda v, x: ghost.apply(v, x, mutable="batch_stats"))(variables, X)
     expected = np.concatenate([linen_reference(variables["params"], X[i : i + 4]) for i in (0, 4)])
@@ -100,7 +100,7 @@ def test_a_linen_model_becomes_ghost_and_keeps_its_momentum():
 
 
 def test_a_linen_model_becomes_frozen():  # CASES: B8
-    variables = Net().init(jax.random.key(1), X)
+    variables = jax.jit(Net().init)(jax.random.key(1), X)
     frozen = linen_tools.convert_batch_norm(Net(), frozen=True)
     y, updates = frozen.apply(variables, X, mutable="batch_stats")
     jax.tree.map(np.testing.assert_array_equal, updates["batch_stats"], variables["batch_stats"])
@@ -109,7 +109,7 @@ def test_a_linen_model_becomes_frozen():  # CASES: B8
 
 
 def test_a_converted_linen_model_can_be_converted_again():
-    variables = Net().init(jax.random.key(1), X)
+    variables = jax.jit(Net().init)(jax.random.key(1), X)
     both = linen_tools.convert_batch_norm(linen_tools.convert_batch_norm(Net(), axis_name="d"), virtual_batch_size=4)
     y = sharded(lambda v, x: both.apply(v, x, mutable="batch_stats")[0])(variables, X)
     expected = np.concatenate([linen_reference(variables["params"], X[i : i + 4]) for i in (0, 4)])
@@ -162,7 +162,7 @@ def test_settings_that_contradict_one_another():
 
 def test_a_converted_linen_model_is_measured_once():
     """The layer that stands in for another is not counted beside it."""
-    variables = Net().init(jax.random.key(1), X)
+    variables = jax.jit(Net().init)(jax.random.key(1), X)
     ghost = linen_tools.convert_batch_norm(Net(), virtual_batch_size=4)
     _, moments = linen_tools.apply_with_moments(ghost, variables, X)
     assert moments["BatchNorm_0"].count.tolist() == [len(X)] * 3

@@ -105,7 +105,7 @@ def test_a_whole_model_is_reported_by_layer():
             return linen.BatchNorm(use_running_average=False)(nn.relu(nn.Dense(4)(x)))
 
     x = healthy()[0]
-    variables = Net().init(jax.random.key(0), x)
+    variables = jax.jit(Net().init)(jax.random.key(0), x)
     variables["params"]["Dense_0"]["bias"] = jnp.array([0.0, 0.0, -100.0, 0.0])
     _, moments = apply_with_moments(Net(), variables, x)
     result = batch_stats_report(variables["batch_stats"], moments)

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx as flax_nnx
 from jax.sharding import PartitionSpec as P
 
 import normlib as nl
+from normlib import linen, nnx
 from tests import reference
 from tests.distributed import mesh
 
@@ -52,6 +54,63 @@ def test_switchable_norm_evaluates_with_running_statistics_and_across_devices():
     spec = nl.SwitchableNormOutput(P("d"), P())
     split = jax.jit(jax.shard_map(run, mesh=mesh(4), in_specs=P("d"), out_specs=spec))(x)
     np.testing.assert_allclose(split.y, train.y, atol=1e-5)
+
+
+def switched(a, x, where, logits, scale, bias, eps=1e-5):
+    """Switchable norm of the measured entries, in the float64 of `a` (numpy or jax.numpy); x is 0 behind the mask."""
+    weights = [a.exp(t) / a.exp(t).sum() for t in logits]
+    mean = var = 0.0
+    for k, axes in enumerate([(1,), (1, 2), (0, 1)]):
+        n = a.maximum(where.sum(axes, keepdims=True), 1)
+        own = (x * where).sum(axes, keepdims=True) / n
+        mean = mean + weights[0][k] * own
+        var = var + weights[1][k] * (((x - own) ** 2) * where).sum(axes, keepdims=True) / n
+    return (x - mean) / a.sqrt(var + eps) * scale + bias
+
+
+@pytest.mark.parametrize("rule", ["reverse", "both", "autodiff"])
+def test_switchable_norm_measures_where_the_mask_holds(rule):  # CASES: B16, J24
+    x, scale, bias, dy = draw(4, 6, 5, mean=2.0), draw(5), draw(5, seed=1), draw(4, 6, 5, seed=2)
+    logits = draw(3), draw(3, seed=3)
+    where = np.random.default_rng(4).random((4, 6, 5)) < 0.7
+    where[:, :2], where[1, :, 2] = True, False  # an instance of which nothing is measured
+    empty = np.zeros_like(where)
+    empty[1, :, 2] = True
+
+    @jax.jit
+    def run(x, scale, bias, *logits):
+        call = lambda *a: nl.switchable_norm(a[0], *a[3:], a[1], a[2], where=where, rule=rule).y  # noqa: E731
+        y, vjp = jax.vjp(call, x, scale, bias, *logits)
+        return y, vjp(jnp.where(where, dy, 0))
+
+    y, grads = run(jnp.where(where, x, jnp.nan), scale, bias, *logits)
+    wide = [np.float64(t) for t in (jnp.where(where, x, 0), scale, bias, *logits)]
+    ref = switched(np, wide[0], where, wide[3:], *wide[1:3])
+    np.testing.assert_allclose(np.where(where, y, 0), np.where(where, ref, 0), atol=2e-6)
+    np.testing.assert_array_equal(np.asarray(y)[empty], np.broadcast_to(bias, y.shape)[empty])
+    with jax.enable_x64(True):
+        sent = jnp.where(where, np.float64(dy), 0)
+        total = lambda x, s, b, *logits: (switched(jnp, x, jnp.asarray(where), logits, s, b) * sent).sum()  # noqa: E731
+        want = jax.jit(jax.grad(total, (0, 1, 2, 3, 4)))(*map(jnp.asarray, wide))
+    for got, ref in zip(grads, want):
+        np.testing.assert_allclose(got, ref, atol=3e-6 * max(1, float(abs(ref).max())))
+
+
+def test_switchable_norm_across_devices_and_in_layers_takes_a_mask():
+    x, logits = draw(8, 6, 5), jnp.zeros(3)
+    where = np.random.default_rng(4).random((8, 6, 1)) < 0.7
+    where[:, :2] = True
+    want = switched(np, np.float64(x), np.broadcast_to(where, x.shape), (np.zeros(3),) * 2, 1.0, 0.0)
+    run = lambda x, w: nl.switchable_norm(x, logits, logits, where=w, axis_name="d").y  # noqa: E731
+    split = jax.jit(jax.shard_map(run, mesh=mesh(4), in_specs=(P("d"), P("d")), out_specs=P("d")))(x, where)
+    np.testing.assert_allclose(split, want, atol=5e-6)
+    layer = linen.SwitchableNorm(use_running_average=False)
+    (y, _) = jax.jit(lambda x, w: layer.init_with_output(jax.random.key(0), x, mask=w))(x, where)
+    np.testing.assert_allclose(y, want, atol=5e-6)
+    model = nnx.SwitchableNorm(5, rngs=flax_nnx.Rngs(0))
+    np.testing.assert_allclose(flax_nnx.jit(lambda m, x, w: m(x, mask=w))(model, x, where), want, atol=5e-6)
+    mean = np.float64(x)[np.broadcast_to(where, x.shape)].reshape(-1, 5).mean(0)
+    np.testing.assert_allclose(model.mean[...], 0.01 * mean, atol=1e-6)
 
 
 def test_batch_renorm_agrees_with_inference_inside_its_bounds_and_with_batch_norm_at_none():

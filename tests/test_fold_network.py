@@ -52,7 +52,7 @@ PAIRS = [
 
 def network(**options):
     model = Block(**options)
-    variables = random_like(model.init(jax.random.key(0), X))
+    variables = random_like(jax.jit(model.init)(jax.random.key(0), X))
     return model, jax.jit(model.apply), variables["params"], variables["batch_stats"]
 
 
@@ -101,7 +101,7 @@ def test_a_transposed_convolution_in_flax(transpose):  # CASES: F1, F2
         nn.ConvTranspose(4, (3, 3), strides=(2, 2), transpose_kernel=transpose),
         linen.BatchNorm(use_running_average=True),
     ])  # fmt: skip
-    variables = random_like(model.init(jax.random.key(0), X))
+    variables = random_like(jax.jit(model.init)(jax.random.key(0), X))
     pair = nl.FoldPair("layers_0", "layers_1", transposed=True, layout="HWOI" if transpose else None)
     nl.fold(**variables, pairs=[pair], check=(jax.jit(model.apply), X), tolerance=1e-5)
     wrong = nl.FoldPair("layers_0", "layers_1", transposed=True, layout=None if transpose else "HWOI")

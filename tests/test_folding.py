@@ -53,7 +53,7 @@ def kernel_of(layout, sizes, seed=0, dtype=np.float32):
     return rng.normal(size=[sizes.get(c, 3) for c in layout]).astype(dtype)
 
 
-def close(actual, expected, rtol=2e-6):
+def assert_close(actual, expected, rtol=2e-6):
     expected = np.asarray(expected)
     np.testing.assert_allclose(actual, expected, rtol=rtol, atol=rtol * abs(expected).max())
 
@@ -73,7 +73,7 @@ def test_convolution_then_norm(dims, layout, groups):  # CASES: F4
     for bias in (None, np.linspace(-1, 1, 8, dtype=np.float32)):
         folded = nl.fold_conv_batch_norm(kernel, bias, *s.values(), layout=layout, groups=groups)
         y = conv(x, np.float64(folded.kernel), **options) + np.float64(folded.bias)
-        close(y, normed(plain + (0 if bias is None else bias), s, -1))
+        assert_close(y, normed(plain + (0 if bias is None else bias), s, -1))
         assert folded.kernel.dtype == folded.bias.dtype == np.float32
 
 
@@ -91,7 +91,7 @@ def test_transposed_convolution_then_norm(outputs, groups, layout):  # CASES: F1
     for bias in (None, np.linspace(-1, 1, outputs, dtype=np.float32)):
         folded = nl.fold_conv_batch_norm(kernel, bias, *s.values(), **options)
         y = conv(x, np.float64(folded.kernel), stride=2, **options) + np.float64(folded.bias)
-        close(y, normed(plain + (0 if bias is None else bias), s, -1))
+        assert_close(y, normed(plain + (0 if bias is None else bias), s, -1))
 
 
 @pytest.mark.usefixtures("double_precision")
@@ -104,7 +104,7 @@ def test_norm_then_convolution_without_padding(layout, groups, padding):  # CASE
     expected = conv(normed(x, s, -1), np.float64(kernel), layout, padding="VALID", groups=groups) + bias
     folded = nl.fold_batch_norm_conv(kernel, bias, *s.values(), layout=layout, groups=groups, padding=padding)
     options = {"padding": "VALID", "groups": groups}
-    close(conv(x, np.float64(folded.kernel), layout, **options) + np.float64(folded.bias), expected)
+    assert_close(conv(x, np.float64(folded.kernel), layout, **options) + np.float64(folded.bias), expected)
 
 
 @pytest.mark.parametrize("padding", ["SAME", "CIRCULAR", [(1, 1), (0, 0)], [(0, 0), (0, 1)]])
@@ -125,7 +125,7 @@ def test_dense_with_norms_around_it(missing, layout):  # CASES: F5
         (nl.fold_batch_norm_dense(kernel, None, *before.values(), layout=layout), normed(x, before, -1) @ matrix),
     ):
         new = np.float64(folded.kernel) if layout == "IO" else np.float64(folded.kernel).T
-        close(x @ new + np.float64(folded.bias), expected)
+        assert_close(x @ new + np.float64(folded.bias), expected)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -183,7 +183,7 @@ def test_a_row_norms_scale_moves_into_the_dense_layer(offset, with_bias):
     folded = nl.fold_rms_norm_dense(
         kernel, bias if with_bias else None, scale, shift if with_bias else None, scale_offset=offset
     )
-    close(n @ np.float64(folded.kernel) + np.float64(folded.bias), expected)
+    assert_close(n @ np.float64(folded.kernel) + np.float64(folded.bias), expected)
 
 
 @pytest.mark.parametrize("missing", [(), (0,), (1,), (2,), (3,), (0, 1), (2, 3), (0, 3)])
@@ -200,7 +200,7 @@ def test_an_affine_pair_moves_into_the_norm(missing, offset):
             nl.fold_affine(*arrays, scale_offset=offset)
         return
     folded = nl.fold_affine(*arrays, scale_offset=offset)
-    close(n * (np.float64(folded.scale) + offset) + np.float64(folded.bias), y)
+    assert_close(n * (np.float64(folded.scale) + offset) + np.float64(folded.bias), y)
 
 
 @pytest.mark.parametrize(("change", "match"), [

@@ -1,5 +1,7 @@
 """Every operator against float64 NumPy: dtypes, layouts, odd sizes, masks, and JAX's transformations."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -177,8 +179,14 @@ def test_vmap_equals_a_loop(name):
         reference.assert_sum(together[2][i], ref.dscale, op.kept_shape, what="dscale")
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", ["batch_norm", "layer_norm", "rms_norm_gemma", "group_norm_first", "instance_norm"])
+TWICE = ["batch_norm", "layer_norm", "rms_norm_gemma", "group_norm_first", "instance_norm"]
+DAILY = {*((name, "reverse") for name in TWICE), ("batch_norm", "both"), ("group_norm_first", "both"),
+         ("layer_norm", "autodiff")}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "rule"), [
+    pytest.param(*case, marks=() if case in DAILY else pytest.mark.nightly) for case in itertools.product(TWICE, RULES)
+])  # fmt: skip
 def test_gradient_of_gradient_matches_float64(name, rule):
     op = BY_NAME[name]
     given = inputs(op)

@@ -105,7 +105,7 @@ def test_counts_stay_exact_beyond_24_bits():  # CASES: payload counts
     assert unpack_counts(many)[0].tolist() == [127 * (2**24 + 1)]
 
 
-def test_running_statistics_follow_the_named_conventions():  # CASES: J30, J32, J34, B6
+def test_running_statistics_follow_the_named_conventions():  # CASES: J30, J32, J34, J67, B6
     moments = nl.Moments.of(jnp.arange(4.0)[:, None], 0)
     zero, one = jnp.zeros(1), jnp.ones(1)
     step = lambda **k: [float(t[0]) for t in nl.update_running(zero, one, moments, **k)]  # noqa: E731

@@ -195,7 +195,7 @@ class NnxNet(flax_nnx.Module):
 def test_a_linen_model_is_measured_where_its_batch_norms_are(kind):  # CASES: B16
     model, x = Net(kind), stream((6,))[0]
     mask = np.arange(6)[:, None, None] < 4
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
 
     @jax.jit
     def run(variables, x, mask):
@@ -225,7 +225,7 @@ def test_precise_statistics_of_a_linen_model_make_evaluation_match_training():
             return linen.BatchNorm(use_running_average=not train)(nn.Dense(3)(x))
 
     first = First()
-    variables = first.init(jax.random.key(0), x, True)
+    variables = jax.jit(first.init, static_argnums=2)(jax.random.key(0), x, True)
     measured = jax.jit(lambda b: apply_with_moments(first, variables, b, True)[1])
     new = nl.precise_batch_stats(measured, [x[:2], x[2:]], variables["batch_stats"])
     evaluated = first.apply({**variables, "batch_stats": new}, x, False)
@@ -259,7 +259,7 @@ def test_moments_pass_through_rematerialisation_and_gradients():  # CASES: B11
             return linen.BatchNorm(use_running_average=False)(nn.Dense(4)(x))
 
     model, x = nn.remat(Block)(), stream((6,))[0]
-    variables = Block().init(jax.random.key(0), x)
+    variables = jax.jit(Block().init)(jax.random.key(0), x)
 
     def loss(params):
         y, moments = apply_with_moments(model, {**variables, "params": params}, x)
@@ -362,7 +362,7 @@ def test_frozen_statistics_let_the_affine_train(package):  # CASES: B8
     x = stream((6,))[0]
     if package == "linen":
         layer = linen.BatchNorm(frozen="statistics")
-        variables = layer.init(jax.random.key(0), x)
+        variables = jax.jit(layer.init)(jax.random.key(0), x)
         loss = lambda p: (layer.apply({**variables, "params": p}, x) ** 2).sum()  # noqa: E731
         grads = jax.jit(jax.grad(loss))(variables["params"])
     else:

@@ -212,3 +212,40 @@ def test_gradients_taken_outside_of_vmap(options, rule):
     from_moments = np.asarray(grad(x4, 1.0)).reshape(x.shape) - dx
     n, mean = ROWS * x.shape[1], np.float64(x).mean((0, 1))
     np.testing.assert_allclose(from_moments, a / n + 2 * b * (x - mean) / n, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("vma", [True, False])
+def test_j41_the_gradient_of_a_summed_loss_inside_is_p_times_too_large_only_where_nothing_is_typed(vma):
+    """docs/distributed.md: without types the transpose of a psum is a psum again; take the local loss there."""
+    x, scale, bias, dy = batch()
+
+    def inside(x, dy, summed):
+        def loss(x):
+            local = (nl.batch_norm(x, scale, bias, axis_name="d").y * dy).sum()
+            return jax.lax.psum(local, "d") if summed else local
+
+        return jax.grad(loss)(x)
+
+    def run(summed):
+        f = jax.shard_map(
+            lambda x, dy: inside(x, dy, summed), mesh=mesh(), in_specs=P("d"), out_specs=P("d"), check_vma=vma
+        )  # fmt: skip
+        return np.asarray(jax.jit(f)(x, dy))
+
+    ref = OP.reference(x, scale, bias, dy)
+    reference.assert_rounded(run(False), ref.dx, ref.dx_size, what="dx of the local loss")
+    reference.assert_rounded(run(True), ref.dx * (1 if vma else 4), ref.dx_size * 4, what="dx of the summed loss")
+
+
+def test_a20_one_program_serves_every_mask_and_every_count():
+    x, scale, bias, _ = batch()
+
+    def run(x, where):
+        return nl.batch_norm(x, scale, bias, where=where, axis_name="d").y
+
+    f = jax.jit(jax.shard_map(run, mesh=mesh(), in_specs=P("d"), out_specs=P("d")))
+    for rows in (ROWS, 7, 1, 0):
+        where = np.broadcast_to(np.arange(ROWS).reshape(-1, 1, 1) < rows, x.shape)
+        ref = OP.reference(x, scale, bias, where=where)
+        reference.assert_rounded(f(x, where), ref.y, ref.y_size)
+    assert f._cache_size() == 1

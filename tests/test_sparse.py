@@ -59,12 +59,14 @@ def test_packed_rows_equal_the_dense_form_in_any_order(name, dtype):
 
     y, vjp = jax.vjp(jax.jit(packed), x[rows, columns], scale, bias)
     dense, dense_vjp = jax.vjp(jax.jit(norm), x, scale, bias)
-    close = functools.partial(np.testing.assert_allclose, rtol=2e-2 if dtype == jnp.bfloat16 else 1e-4, atol=1e-4)
-    close(np.float32(y), np.float32(dense)[rows, columns])
+    assert_close = functools.partial(
+        np.testing.assert_allclose, rtol=2e-2 if dtype == jnp.bfloat16 else 1e-4, atol=1e-4
+    )
+    assert_close(np.float32(y), np.float32(dense)[rows, columns])
     found, want = vjp(dy[rows, columns]), dense_vjp(dy)
-    close(np.float32(found[0]), np.float32(want[0])[rows, columns])
-    close(found[1], want[1])
-    close(found[2], want[2])
+    assert_close(np.float32(found[0]), np.float32(want[0])[rows, columns])
+    assert_close(found[1], want[1])
+    assert_close(found[2], want[2])
 
 
 def test_narrow_ids_have_room_for_many_rows():

@@ -31,7 +31,7 @@ class NnxNet(flax_nnx.Module):
 
 
 def test_a_mask_marks_the_norms_of_a_linen_model():
-    params = Net().init(jax.random.key(0), X)["params"]
+    params = jax.jit(Net().init)(jax.random.key(0), X)["params"]
     assert nl.affine_mask(params) == {
         "Dense_0": {"kernel": False, "bias": False}, "Dense_1": {"kernel": False},
         "BatchNorm_0": {"scale": True, "bias": True}, "RMSNorm_0": {"scale": True}, "LayerNorm_0": {"bias": True},
@@ -46,7 +46,7 @@ def test_a_parent_named_like_a_parameter_is_no_norm():
 
 
 def test_only_norms_of_a_linen_model_train():
-    variables = Net().init(jax.random.key(0), X)
+    variables = jax.jit(Net().init)(jax.random.key(0), X)
     params, tx = variables["params"], nl.train_affine_only(optax.adam(0.1))
 
     @jax.jit
@@ -82,7 +82,7 @@ def test_parameters_without_norms():
 @pytest.mark.parametrize(("blocks", "value"), [(1, 0.3), (16, 0.25), (50, 50**-0.5), (1000, 0.1)])
 def test_scales_start_by_depth(blocks, value):
     layer = linen.BatchNorm(use_running_average=False, scale_init=nl.residual_scale_init(blocks))
-    scale = layer.init(jax.random.key(0), X)["params"]["scale"]
+    scale = jax.jit(layer.init)(jax.random.key(0), X)["params"]["scale"]
     np.testing.assert_allclose(scale, np.full(4, value), rtol=1e-6)
     zero = nnx.BatchNorm(4, scale_init=nl.residual_scale_init(blocks, zero=True), rngs=flax_nnx.Rngs(0))
     assert not zero(X).any()

@@ -54,7 +54,7 @@ ROWS = [
     Row("BNTrainingReduce", "Moments", "normlib.Moments.of(image, (0, 2, 3)).sums_about(0.0)", "Σx and Σx²"),
     Row("BNTrainingUpdateV2", "affine", "normlib.affine(image, channel(moments.mean), channel(moments.rstd(1e-4)), channel(weight), channel(offset), low=channel(moments.low))", "the second half: y from given moments"),
     Row("BNTrainingUpdateV3", "affine", "normlib.affine(image, channel(moments.mean), channel(moments.rstd(1e-4)), channel(weight), channel(offset), low=channel(moments.low))", "the reserves are the moments themselves"),
-    Row("BatchNorm", "batch_norm", BN, "default ε 1e-5 here, 1e-4 there; is_training=False: `batch_norm_inference`; exponential_avg_factor: `update_running(momentum=1 - factor)`"),
+    Row("BatchNorm", "batch_norm", BN, "default ε 1e-5 here, 1e-4 there; is_training=False: `batch_norm_inference`; exponential_avg_factor: `update_running(momentum=1 - factor)`; an Add and a Relu node behind it, which ops-nn has apart: `batch_norm_act`"),
     Row("BatchNormGrad", "batch_norm", vjp(BN + ".y", "image", "weight", "offset", cotangent="dimage"), RECOMPUTED),
     Row("BatchNormGradV3", "batch_norm", vjp(BN + ".y", "image", "weight", "offset", cotangent="dimage"), "is_training=False: the vjp of `batch_norm_inference`"),
     Row("BatchNormV3", "batch_norm", "normlib.update_running(mean, variance, normlib.batch_norm(image, weight, offset, axis=1).moments, momentum=1 - 0.1, unbiased=True)", "running statistics are a value, not a side effect; ops-nn stores the unbiased variance"),

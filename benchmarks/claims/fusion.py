@@ -8,7 +8,7 @@ from typing import Any
 
 import sim_npu
 from benchmarks.claims import row_kernels as kernels
-from benchmarks.claims.registry import Figure, Outcome, claim, faster, less
+from benchmarks.claims.registry import Figure, Outcome, change, claim, faster, less
 from normlib.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from sim_npu import SimReport, TilePlan
 
@@ -59,8 +59,8 @@ def _table(pairs: tuple[tuple[str, str], ...]) -> tuple[str, list[tuple[float, f
             gains.append((less(moved, fused_moved), faster(us, fused_us)))
             lines.append(
                 f"| {shape[0]} × {shape[1]} | {separate} | {us:.1f} | {moved / 1e6:.1f} | {fused_us:.1f} | "
-                f"{fused_moved / 1e6:.1f} | −{gains[-1][0]:.0f} % | −{less(us, fused_us):.0f} % | "
-                f"+{gains[-1][1]:.0f} % |"
+                f"{fused_moved / 1e6:.1f} | {change(moved, fused_moved)} | {change(us, fused_us)} | "
+                f"{change(fused_us, us)} |"
             )
     return "\n".join(lines), gains
 
@@ -117,7 +117,7 @@ def double_buffer() -> Outcome:
             gains.append(less(*waits))
             lines.append(
                 f"| {kernel.__name__} | {shape[0]} × {shape[1]} | {times[0]:.1f} | {waits[0]:.1f} | {times[1]:.1f} | "
-                f"{waits[1]:.1f} | −{gains[-1]:.0f} % |"
+                f"{waits[1]:.1f} | {change(*waits)} |"
             )
     return Outcome(
         f"normlib's RMS and layer norm kernels, {DTYPE}, two shapes, queues of one and of two buffers with the same "

@@ -128,3 +128,12 @@ def less(before: float, after: float) -> float:
 def faster(before: float, after: float) -> float:
     """Per cent gained in speed: 100 · (before / after − 1)."""
     return 100 * (before / after - 1)
+
+
+def change(before: float, after: float) -> str:
+    """Change in per cent, signed.
+
+    >>> change(4.0, 3.0), change(3.0, 4.0)
+    ('−25 %', '+33 %')
+    """
+    return f"{100 * (after / before - 1):+.0f} %".replace("-", "−")

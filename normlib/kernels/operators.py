@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from normlib.kernels.affine import affine_tile, elementwise, grad_tile
 from normlib.kernels.machine import MACHINES, Machine
+from normlib.kernels.phases import CORES
 from normlib.kernels.rows import row_norm
 from normlib.kernels.rows_grad import Given, row_norm_grad
 from normlib.kernels.sums import sums
@@ -316,7 +317,8 @@ def _arrays(*kinds: str) -> Callable[[tuple[int, ...], Any], tuple[Struct, ...]]
 
 def _row_plans(x: Any, *rest: Any) -> Iterator[TilePlan]:
     n, d = x.shape
-    rows = [r for r in (1, 2, 4, 8, 16, 32, 64) if r <= n]
+    share = -(-n // CORES)  # one tile for every core
+    rows = [r for r in sorted({1, 2, 4, 8, 16, 32, 64, share, -(-share // 2)}) if r <= n]
     yield TilePlan()
     yield from (TilePlan(rows=r, residency="row") for r in rows if r * d <= 32 * 1024)
     chunks = [c for c in (1024, 2048, 4096, 8192) if c < d]

@@ -24,6 +24,7 @@ class Tiling:
     others: tuple[Tiling, ...] = ()
 
 
+REREAD = 128 << 20  # bytes of rows in flight that a chip's L2 (192 MiB) keeps until they are read again
 CORES = 48  # a tile is no larger than leaves one for every core
 CHUNKS = (4096, 2048, 1024)
 STREAMED = (2048, 4096, 1024)  # several rows of 2048 beat one of 4096 on the simulator
@@ -115,7 +116,8 @@ class _Cuts:
         """Chunks of a row come and go."""
         lanes = lanes_per_tile(self.l, chunk, self.machine)
         size = lanes * (self.moving + self.temporary)
-        return self._tilings(lanes, size, lanes * self.fixed, True, max(1, 8192 // lanes))
+        again = REREAD // (CORES * self.l * 4)  # rows in flight on all cores, to be found in L2 by the second phase
+        return self._tilings(lanes, size, lanes * self.fixed, True, max(1, min(8192 // lanes, again)))
 
 
 MOST_POOLED = 1024  # rows of a tile of a Triton program

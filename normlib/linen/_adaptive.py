@@ -249,8 +249,13 @@ class SwitchableNorm(nn.Module):
     rule: str = "reverse"
 
     @nn.compact
-    def __call__(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:
-        """Normalise x `[N, ..., C]`, channels along `axis`; y has x's shape, in `dtype` or the promoted dtype."""
+    def __call__(
+        self, x: jax.Array, use_running_average: bool | None = None, *, mask: jax.Array | None = None
+    ) -> jax.Array:
+        """Normalise x `[N, ..., C]`, channels along `axis`, measuring where `mask` (bool, broadcastable to x) holds.
+
+        y has x's shape, in `dtype` or the promoted dtype.
+        """
         x = jnp.asarray(x)
         evaluating = nn.merge_param("use_running_average", self.use_running_average, use_running_average)
         features = _layers.sorted_axes(self.axis, x.ndim, "axis")
@@ -268,6 +273,7 @@ class SwitchableNorm(nn.Module):
             logits,  # type: ignore[arg-type]
             *_affine(self, x, features),
             _layers.Running(stored["mean"].value, stored["var"].value),
+            mask,
             use_running_average=evaluating,
             initializing=self.is_initializing(),
         )

@@ -301,8 +301,11 @@ class SwitchableNorm(_Norm):
         self.mean = nnx.BatchStat(jnp.zeros(num_features, jnp.float32))
         self.var = nnx.BatchStat(jnp.ones(num_features, jnp.float32))
 
-    def __call__(self, x: Array, use_running_average: bool | None = None) -> Array:
-        """Normalise x `[N, ..., C]`, channels along `axis`; y has x's shape, in `dtype` or the promoted dtype."""
+    def __call__(self, x: Array, use_running_average: bool | None = None, *, mask: Array | None = None) -> Array:
+        """Normalise x `[N, ..., C]`, channels along `axis`, measuring where `mask` (bool, broadcastable to x) holds.
+
+        y has x's shape, in `dtype` or the promoted dtype.
+        """
         chosen = chosen_statistics(self.use_running_average, use_running_average)
         y, new = _layers_more.switchable_norm(
             self,
@@ -311,6 +314,7 @@ class SwitchableNorm(_Norm):
             _value(self.scale),
             _value(self.bias),
             _layers.Running(self.mean[...], self.var[...]),
+            mask,
             use_running_average=chosen,
         )
         if new is not None:

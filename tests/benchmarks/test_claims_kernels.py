@@ -8,8 +8,6 @@ import numpy as np
 import optax
 import pytest
 
-pytest.importorskip("sklearn", reason="the package of the claims needs the extra `train`")
-
 from benchmarks.claims import channel_kernels, channels, resnet_step, row_kernels
 from benchmarks.claims.resnet_step import NoNorm
 from normlib import linen as norm

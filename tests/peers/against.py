@@ -21,7 +21,7 @@ def channels_last(t):
     return np.moveaxis(t.detach().numpy(), 1, -1)
 
 
-def close(actual, expected, dtype, ulps=32):
+def assert_close(actual, expected, dtype, ulps=32):
     """Equal to `ulps` roundings of the largest expected value."""
     expected = np.asarray(expected)
     atol = ulps * float(jnp.finfo(dtype).eps) * max(abs(expected).max(), 1)

@@ -7,7 +7,7 @@ from flax import linen as nn
 
 import normlib as nl
 from normlib import linen
-from tests.peers.against import channels_last, close, torch_or_skip
+from tests.peers.against import assert_close, channels_last, torch_or_skip
 
 torch = torch_or_skip()
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval  # noqa: E402
@@ -79,8 +79,8 @@ def test_training_goes_on_with_the_same_statistics():  # CASES: J34
     module(torch.from_numpy(X))
     run = jax.jit(lambda v, x: FlaxNet().apply(v, x, True, mutable="batch_stats"))
     _, updates = run(variables, np.moveaxis(X, 1, -1))
-    close(updates["batch_stats"]["bn"]["mean"], module.bn.running_mean.numpy(), np.float32, ulps=64)
-    close(updates["batch_stats"]["bn"]["var"], module.bn.running_var.numpy(), np.float32, ulps=64)
+    assert_close(updates["batch_stats"]["bn"]["mean"], module.bn.running_mean.numpy(), np.float32, ulps=64)
+    assert_close(updates["batch_stats"]["bn"]["var"], module.bn.running_var.numpy(), np.float32, ulps=64)
 
 
 def test_a_bfloat16_tensor_is_read():
@@ -114,13 +114,13 @@ def test_folding_against_pytorch(transposed, groups, bias, affine):  # CASES: F1
     expected = bn(conv(x)).detach().numpy()
     if affine and not (transposed and groups > 1):  # where PyTorch 2.13 raises
         fused = fuse_conv_bn_eval(conv, bn, transpose=transposed)
-        close(folded.kernel, fused.weight.detach().numpy(), np.float32, ulps=4)
-        close(folded.bias, fused.bias.detach().numpy(), np.float32, ulps=4)
+        assert_close(folded.kernel, fused.weight.detach().numpy(), np.float32, ulps=4)
+        assert_close(folded.bias, fused.bias.detach().numpy(), np.float32, ulps=4)
     own = randomised(kind(4, 4, 3, stride=2, groups=groups), seed=1)
     with torch.no_grad():
         own.weight.copy_(torch.from_numpy(np.array(folded.kernel)))
         own.bias.copy_(torch.from_numpy(np.array(folded.bias)))
-    close(own(x).detach().numpy(), expected, np.float32)
+    assert_close(own(x).detach().numpy(), expected, np.float32)
 
 
 def test_dense_folding_against_pytorch():
@@ -129,8 +129,8 @@ def test_dense_folding_against_pytorch():
     folded = nl.fold_dense_batch_norm(
         linear.weight.detach().numpy(), linear.bias.detach().numpy(), *statistics(bn), layout="OI"
     )
-    close(folded.kernel, fused.weight.detach().numpy(), np.float32, ulps=4)
-    close(folded.bias, fused.bias.detach().numpy(), np.float32, ulps=4)
+    assert_close(folded.kernel, fused.weight.detach().numpy(), np.float32, ulps=4)
+    assert_close(folded.bias, fused.bias.detach().numpy(), np.float32, ulps=4)
 
 
 def test_a_converted_evaluation_equals_pytorchs_channels_last():
@@ -138,4 +138,4 @@ def test_a_converted_evaluation_equals_pytorchs_channels_last():
     variables = nl.from_torch(bn.state_dict(), [nl.TorchLayer("", "", "batch_norm")])
     layer = linen.BatchNorm(use_running_average=True, **nl.layer_arguments("batch_norm"))
     x = torch.randn(2, 4, 3, 3, generator=torch.Generator().manual_seed(3))
-    close(layer.apply(variables, np.moveaxis(x.numpy(), 1, -1)), channels_last(bn(x)), np.float32, ulps=8)
+    assert_close(layer.apply(variables, np.moveaxis(x.numpy(), 1, -1)), channels_last(bn(x)), np.float32, ulps=8)

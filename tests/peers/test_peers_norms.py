@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import normlib as nl
-from tests.peers.against import close, torch_or_skip
+from tests.peers.against import assert_close, torch_or_skip
 
 torch = torch_or_skip()
 
@@ -55,10 +55,10 @@ def test_forward_and_backward(name, dtype, mean):
 
     y, (dx, *grads) = jax.jit(both)(x, dy, *parameters)
     assert y.dtype == dx.dtype == dtype
-    close(y, expected.detach().numpy(), dtype, ulps=8 * (1 + mean))
-    close(dx, t.grad.numpy(), dtype, ulps=8 * (1 + mean))
+    assert_close(y, expected.detach().numpy(), dtype, ulps=8 * (1 + mean))
+    assert_close(dx, t.grad.numpy(), dtype, ulps=8 * (1 + mean))
     for mine, theirs in zip(grads, module.parameters()):
-        close(mine, theirs.grad.numpy(), dtype, ulps=8 * (1 + mean))
+        assert_close(mine, theirs.grad.numpy(), dtype, ulps=8 * (1 + mean))
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.3, None])
@@ -75,8 +75,8 @@ def test_running_statistics_in_pytorchs_convention(momentum, rows, dtype):  # CA
         mean, var = nl.update_running(mean, var, nl.batch_moments(x), weight=weight, unbiased=True)
     # 1/3 is a float32 in the cumulative average, here as in PyTorch's momentum of Python's double
     kind = "float32" if momentum is None else dtype
-    close(mean, module.running_mean.numpy(), kind, ulps=8)
-    close(var, module.running_var.numpy(), kind, ulps=8)
+    assert_close(mean, module.running_mean.numpy(), kind, ulps=8)
+    assert_close(var, module.running_var.numpy(), kind, ulps=8)
 
 
 def test_flaxs_convention_differs_by_the_divisor_alone():  # CASES: J30
@@ -84,4 +84,4 @@ def test_flaxs_convention_differs_by_the_divisor_alone():  # CASES: J30
     module = torch.nn.BatchNorm1d(3, momentum=1.0)
     module(torch.from_numpy(x))
     _, biased = nl.update_running(jnp.zeros(3), jnp.ones(3), nl.batch_moments(x), momentum=0.0)
-    close(biased * 5 / 4, module.running_var.numpy(), np.float32, ulps=8)
+    assert_close(biased * 5 / 4, module.running_var.numpy(), np.float32, ulps=8)

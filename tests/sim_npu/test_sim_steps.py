@@ -287,3 +287,15 @@ def test_zeros_of_a_dilated_input_are_not_multiplied():
 
     assert forward == 2 * 4 * 8 * 8 * 8 * 3 * 3 * 8
     assert both == 2 * forward
+
+
+def test_of_branches_the_dearest_or_the_cheapest_is_laid_out():
+    def fn(x):
+        return jax.lax.cond(x[0] > 0, lambda x: jnp.sort(x), lambda x: x + 1, x)
+
+    x = ((4096,), "float32")
+    dear, cheap = (simulate_step(fn, x, branches=b) for b in ("dearest", "cheapest"))
+
+    assert any("sort" in op.name for op in dear.ops) and not any("sort" in op.name for op in cheap.ops)
+    with pytest.raises(ValueError, match="`branches` must be one of"):
+        simulate_step(fn, x, branches="both")
