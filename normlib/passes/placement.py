@@ -36,7 +36,7 @@ class Split:
     Attributes:
       whole: axes that stay on one device.
       added: axes that may be split, along which results of size 1 are then partial sums, to be added.
-      merge: what is done instead of adding: (results, names of mesh axes, shape of the first operand's part) -> results.
+      merge: what is done instead of adding: (results, names of mesh axes, shape of x's part) -> results.
     """
 
     whole: tuple[int, ...] = ()

@@ -23,7 +23,7 @@ from normlib.kernels.column_moments import moments as kernel_moments
 from normlib.kernels.machine import Machine
 from normlib.kernels.sums import sums as kernel_sums
 from normlib.moments import Moments, count_entries
-from normlib.passes import whole, xla
+from normlib.passes import coded, whole, xla
 from normlib.passes.placement import Split
 from normlib.precision import wide
 
@@ -183,6 +183,10 @@ class TilePass:
     def backward(self, terms, dy, mean, low, rstd, scale=None, bias=None, behind=None, extra=None, **options):
         """See `normlib.passes.whole.backward`."""
         return whole.backward(self, terms, dy, mean, low, rstd, scale, bias, behind, extra, **options)
+
+    def coded(self, terms, scale, bias, coders, **options):
+        """See `normlib.passes.coded.coded`."""
+        return coded.coded(self, terms, scale, bias, coders, **options)
 
     def call(self, kernel, formula, operands, *, statistics: tuple[int, ...], split: Split | None = None):
         """Run `kernel(*operands)`, differentiated as `formula(*operands)`; operands may be None.
