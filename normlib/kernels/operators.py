@@ -140,7 +140,8 @@ def add_layer_norm(
 
     Args: as `layer_norm`, with x2 of x1's shape.
 
-    >>> add_layer_norm(jnp.arange(4.0)[None], jnp.zeros((1, 4)), machine="cpu")[0].round(2).tolist()
+    >>> y = add_layer_norm(jnp.arange(4.0)[None], jnp.zeros((1, 4)), machine="cpu")[0]
+    >>> np.float64(y).round(2).tolist()
     [[-1.34, -0.45, 0.45, 1.34]]
     """
     return _add_norm(x1, x2, scale, bias, True, eps, plan, machine)
