@@ -24,7 +24,7 @@ on_machines = pytest.mark.parametrize("backend", MACHINES.values(), ids=MACHINES
 class Laid(NpuPass):
     """The kernels of the npu pass as plain Pallas calls, for the simulator and for counting."""
 
-    def run(self, kernel, arrays, statistics):
+    def run(self, kernel, arrays, statistics, split):
         return kernel(*arrays)
 
 
