@@ -16,6 +16,7 @@ from normlib.kernels.tile import weighted
 from normlib.kernels.view import rows_of
 from normlib.moments import Moments, count_entries
 from normlib.passes import xla
+from normlib.passes.placement import Split
 from normlib.precision import wide
 
 
@@ -47,18 +48,20 @@ def coded(
 
     def kernel(*arrays):
         left = list(arrays[number + 2 :])
+        here = rows_of(arrays[0].shape, axes, [t.shape for t in arrays if t is not None])
+        assert here is not None  # the whole has been seen so
         filled = [
             replace(c, **{k: left.pop(0) for k in ("factor", "zero_point") if getattr(c, k) is not None})
             for c in coders
         ]  # fmt: skip
         out = row_norm(
-            arrays[:number], *arrays[number : number + 2], view=view, eps=eps, machine=run.machine, centered=centered,
+            arrays[:number], *arrays[number : number + 2], view=here, eps=eps, machine=run.machine, centered=centered,
             weights=weights, residual_dtype=residual_dtype, round_first=round_first, coders=filled,
             name=("add_" if number > 1 else "") + ("layer_norm" if centered else "rms_norm") + "_quant",
         )  # fmt: skip
         columns = [*out.scales, out.m2, *((out.mean, out.low) if centered else ())]
         full = [*out.codes, *([] if out.residual is None else [out.residual])]
-        return [view.back(t) for t in (*full, *columns)]
+        return [here.back(t) for t in (*full, *columns)]
 
     def formula(*arrays):
         s = weighted([wide(t) for t in arrays[:number]], weights)
@@ -72,7 +75,8 @@ def coded(
         none = [jnp.zeros_like(jax.lax.stop_gradient(own[2])) for _ in range(searching)]
         return [*full, *none, own[2], *(own[:2] if centered else ())]
 
-    found = list(run.call(kernel, formula, [*terms, scale, bias, *extra], statistics=()))
+    operands = [*terms, scale, bias, *extra]
+    found = list(run.call(kernel, formula, operands, statistics=(), split=Split(whole=tuple(axes))))
     codes = [found.pop(0) for _ in coders]
     residual = found.pop(0) if residual_dtype is not None else None
     scales = [found.pop(0) for _ in range(searching)]
