@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,12 +12,14 @@ import sim_npu
 from normlib.passes.npu import NpuPass
 from normlib.passes.pallas import PallasPass
 from tests import reference
+from tests.kernels.bare import Laid, lowered_for
 from tests.reference import assert_rounded, assert_sum
 
 MACHINES = {"cpu": PallasPass("cpu"), "gpu": PallasPass("gpu", interpret=True), "npu": NpuPass()}
 on_machines = pytest.mark.parametrize("backend", MACHINES.values(), ids=MACHINES)
 
 
+<<<<<<< HEAD
 @dataclasses.dataclass(frozen=True)
 class Laid(NpuPass):
     """The kernels of the npu pass as plain Pallas calls, for the simulator and for counting."""
@@ -28,6 +28,8 @@ class Laid(NpuPass):
         return kernel(*arrays)
 
 
+=======
+>>>>>>> fusek
 def with_grads(norm, backend):
     """Outputs and gradients of `norm(*arrays)`, the outputs' cotangents being the arrays before them."""
 
@@ -173,5 +175,6 @@ def test_they_lower_without_hardware(name, platform):
     norm, shapes, outputs = FUSED[name]
     arrays = [jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes(64, 300)]
     cotangents = (arrays[0],) * outputs if outputs > 1 else arrays[0]
-    backend = PallasPass("gpu" if platform == "cuda" else "tpu", interpret=False)
-    assert sim_npu.lower_check(with_grads(norm, backend), cotangents, *arrays, platform=platform).custom_calls
+    assert sim_npu.lower_check(
+        with_grads(norm, lowered_for(platform)), cotangents, *arrays, platform=platform
+    ).custom_calls
