@@ -19,17 +19,6 @@ MACHINES = {"cpu": PallasPass("cpu"), "gpu": PallasPass("gpu", interpret=True), 
 on_machines = pytest.mark.parametrize("backend", MACHINES.values(), ids=MACHINES)
 
 
-<<<<<<< HEAD
-@dataclasses.dataclass(frozen=True)
-class Laid(NpuPass):
-    """The kernels of the npu pass as plain Pallas calls, for the simulator and for counting."""
-
-    def run(self, kernel, arrays, statistics, split):
-        return kernel(*arrays)
-
-
-=======
->>>>>>> fusek
 def with_grads(norm, backend):
     """Outputs and gradients of `norm(*arrays)`, the outputs' cotangents being the arrays before them."""
 
