@@ -21,7 +21,6 @@ from normlib._varying import varying
 from normlib.moments import Moments, about, abs_squared, count_entries, divided
 from normlib.precision import wide
 
-
 _staged = contextvars.ContextVar("staged", default=True)
 
 
