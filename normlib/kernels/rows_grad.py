@@ -86,11 +86,7 @@ def row_norm_grad(
     dtypes = [dtype for _, dtype in outs] + ([] if behind_dtype is None else [behind_dtype])
     moving = sum(2 * t.dtype.itemsize for t in arrays if t.size == x.size)
     moving += sum(2 * jnp.dtype(d).itemsize for d in dtypes) + (8 if len(terms) > 1 else 0)
-<<<<<<< HEAD
-    lanes: dict[str, Any] = dict(lane_bytes(arrays, x.size))
-=======
     lanes: dict[str, Any] = lane_bytes(arrays, x.size)
->>>>>>> fusek
     options: dict[str, Any] = {
         "moving": moving, "temporary": 16 if activation is None else 28, "rows": rows, "chunk": chunk,
         "residency": residency, "pooled": view.pooled,
