@@ -4,7 +4,7 @@ PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 JOBS ?= 2
 
-.PHONY: demo test test-new lint peers nightly notebooks notebooks-check claims clean
+.PHONY: demo test test-new lint peers nightly compile-tpu notebooks notebooks-check claims clean
 
 demo:
 	@tools/setup.sh train
@@ -35,6 +35,13 @@ peers:
 nightly:
 	@tools/setup.sh dev
 	$(PYTEST) -n $(JOBS) --dist loadgroup
+	$(MAKE) compile-tpu
+
+# Every kernel through the TPU compiler, which needs no TPU: in an environment of its own, skipped where it has none.
+compile-tpu:
+	@tools/setup.sh dev
+	@python=$$(tools/install_tpu.sh); \
+	if [ -n "$$python" ]; then JAX_PLATFORMS=cpu $$python tools/compile_tpu.py; fi
 
 notebooks:
 	@tools/setup.sh dev
@@ -51,4 +58,4 @@ claims:
 	$(PY) -m benchmarks.templates --write > /dev/null
 
 clean:
-	rm -rf .venv .venv-new .cache runs build dist
+	rm -rf .venv .venv-new .venv-tpu .cache runs build dist

@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from normlib import _arguments as check
 from normlib import quantize
+from normlib._coded import coded
 from normlib.engine import normalize
 from normlib.moments import Moments
 from normlib.scope import Scope
@@ -40,11 +41,20 @@ def row_norm(
     dtype = check.result_dtype(out_dtype, x.dtype)
     measured = where if first is None else first if where is None else first & where
     scope = Scope(names=check.names(axis_name), groups=check.groups(axis_index_groups), method=method)
+    scale, bias = check.parameter(scale, "scale", x, axes), check.parameter(bias, "bias", x, axes)
+    if quant is not None:
+        quantize.out_dtype(quant, dtype)
+        found = coded(
+            [x], scale, bias, quant, axes=axes, eps=check.epsilon(eps), centered=centered, where=measured,
+            scale_offset=scale_offset, scope=scope, backend=backend, rescale=rescale,
+            norm_round_first=norm_round_first,
+        )  # fmt: skip
+        if found is not None:
+            return RowNormOutput(found[0], jax.tree.map(lambda t: jnp.squeeze(t, axes), found[2]))
     out = normalize(
-        x, check.parameter(scale, "scale", x, axes), check.parameter(bias, "bias", x, axes), axes=axes,
-        eps=check.epsilon(eps), centered=centered, where=measured, scale_offset=scale_offset, scope=scope,
-        rule=rule, rescale=rescale, batch_invariant=batch_invariant, backend=backend,
-        out_dtype=quantize.out_dtype(quant, dtype),
+        x, scale, bias, axes=axes, eps=check.epsilon(eps), centered=centered, where=measured,
+        scale_offset=scale_offset, scope=scope, rule=rule, rescale=rescale,
+        batch_invariant=batch_invariant, backend=backend, out_dtype=quantize.out_dtype(quant, dtype),
     )  # fmt: skip
     y = quantize.finish(out.y, quant, dtype, axes=axes, where=where, scope=scope, norm_round_first=norm_round_first)
     return RowNormOutput(y, jax.tree.map(lambda t: jnp.squeeze(t, axes), out.moments))

@@ -20,9 +20,11 @@ from jaxtyping import Array, Bool, Float, Num
 
 from normlib import _arguments as check
 from normlib import quantize
+from normlib._coded import coded
 from normlib._composed import composed
 from normlib._row import RowNormOutput
 from normlib.moments import Moments
+from normlib.precision import output_dtype
 from normlib.quantize import DualQuantized, Quantized
 from normlib.scope import Scope
 
@@ -309,6 +311,17 @@ def _add_norm(
     scope = Scope(names=check.names(axis_name), groups=check.groups(axis_index_groups), method=method)
     where = check.mask(where, x)
     dtype = check.result_dtype(out_dtype, jnp.result_type(*arrays))
+    if quant is not None and residual:
+        quantize.out_dtype(quant, dtype)
+        common = output_dtype(jnp.result_type(*arrays))
+        found = coded(
+            arrays if sum_bias is None else [*arrays, sum_bias], scale, bias, quant, axes=axes, eps=check.epsilon(eps),
+            centered=centered, where=where, scale_offset=scale_offset, scope=scope, backend=backend, rescale=rescale,
+            norm_round_first=norm_round_first, weights=weights, residual_dtype=common, round_first=round_first,
+        )  # fmt: skip
+        if found is not None:
+            y, total, moments = found
+            return AddNormOutput(y, total, jax.tree.map(lambda t: jnp.squeeze(t, axes), moments))
     out = composed(
         arrays, scale, bias, weights=weights, added=sum_bias, axes=axes, eps=check.epsilon(eps), centered=centered,
         where=where, scale_offset=scale_offset, scope=scope, round_first=round_first, residual=residual, rule=rule,

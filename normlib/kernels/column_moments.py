@@ -156,8 +156,10 @@ def _partial(table: Table, view: View, name: str, machine: Machine, rows, chunk)
         semantics=("parallel", "parallel", "parallel", "arbitrary"), entries=tile * lanes,
     )  # fmt: skip
     mean, low, m2 = (t.reshape(a, parts, l) for t in result)
-    of_part = [max(0, min(m - p * turns * tile, turns * tile)) * table.each for p in range(parts)]
-    return Table(mean, low, m2, counts=jnp.asarray(of_part, dtype).reshape(1, parts, 1))
+    span = turns * tile
+    # computed, not a constant array: a kernel call that is split between devices may hold none
+    rows_of_part = jnp.clip(m - span * lax.broadcasted_iota(jnp.int32, (1, parts, 1), 1), 0, span)
+    return Table(mean, low, m2, counts=rows_of_part.astype(dtype) * table.each)
 
 
 class _Columns:

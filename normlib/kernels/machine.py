@@ -25,8 +25,10 @@ class Machine:
       lane_multiple: lanes of a tile are a multiple of it, unless they are the whole row.
       power_of_two: sides of a tile are powers of two.
       masked: loads and stores must be masked beyond the end of an array.
+      steady: tiles of row kernels have the same number of rows for any number of rows: the order in which lanes are
+        summed may depend on it.
       sequential: grid steps run in order on one core and a block that is visited again keeps its values.
-      interpret: run in Pallas' interpreter.
+      interpret: run in Pallas' interpreter: a bool, or `pltpu.InterpretParams` for its checks.
       row_bytes: bytes that a row of a tile takes besides its entries (padding of columns, work space of reductions).
       tuner: chooses among tilings of rows by what they cost (`normlib.passes.tuner`); None for the first that fits.
       num_warps: warps of a Triton program; None leaves it to the tile's size.
@@ -41,8 +43,9 @@ class Machine:
     lane_multiple: int = 1
     power_of_two: bool = False
     masked: bool = False
+    steady: bool = False
     sequential: bool = True
-    interpret: bool = False
+    interpret: Any = False
     row_bytes: int = 0
     tuner: Any = None
     num_warps: int | None = None
@@ -64,6 +67,6 @@ class Machine:
 MACHINES: dict[str, Machine] = {
     "npu": Machine("npu", 180 * 1024, lane_multiple=16, row_bytes=640),
     "tpu": Machine("tpu", 8 << 20, row_multiple=16, lane_multiple=128),
-    "gpu": Machine("gpu", 128 * 1024, power_of_two=True, masked=True, sequential=False),
-    "cpu": Machine("cpu", 1 << 20, interpret=True),
+    "gpu": Machine("gpu", 128 * 1024, power_of_two=True, masked=True, steady=True, sequential=False),
+    "cpu": Machine("cpu", 1 << 20, steady=True, interpret=True),
 }

@@ -176,6 +176,8 @@ class _Rows:
     def operand(self, t: Array) -> Operand:
         """An operand with its block."""
         period, *s = t.shape[0], t.shape[1] != 1, t.shape[2] != 1
+        if self.machine.steady and self.m == 1:
+            s[0] = True  # a lone row lies in a tile as high as any other
         block = (None, self.tile.rows if s[0] else 1, self.width if s[1] else 1)
 
         def index(*steps):

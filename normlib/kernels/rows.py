@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from normlib.kernels.affine import affine_tile, as_bytes
+from normlib.kernels.codes import Coder, Coding
 from normlib.kernels.machine import Machine
 from normlib.kernels.phases import Columns, Out, Phase, run_rows
 from normlib.kernels.tile import Chunk, chan, quotient, weighted, widened
@@ -26,23 +27,26 @@ from normlib.moments import two_sum
 class RowNorm(NamedTuple):
     """What `row_norm` returns: `[A, M, L]` arrays (residual None if not asked for) and `[A, M, 1]` columns.
 
-    No count where nothing is masked (it is L), no mean and low where x is not centred.
+    No count where nothing is masked (it is L), no mean and low where x is not centred. With coders, y is None, `codes`
+    are one array per coder and `scales` one column per coder that looks for one.
     """
 
-    y: Array
+    y: Array | None
     residual: Array | None
     count: Array | None  # type: ignore[assignment]  # a tuple's method of that name is not missed
     mean: Array | None
     low: Array | None
     m2: Array
     rstd: Array
+    codes: Sequence[Array] = ()
+    scales: Sequence[Array] = ()
 
 
 def row_norm(
     terms: Sequence[Array], scale: Array | None = None, bias: Array | None = None, where: Array | None = None, *,
     view: View, eps: float | Array, machine: Machine, centered: bool = True, weights: Sequence[float] | None = None,
     behind: Array | None = None, activation: Callable[[Array], Array] | None = None, dtype: Any = None,
-    residual_dtype: Any = None, round_first: bool = False, name: str | None = None,
+    residual_dtype: Any = None, round_first: bool = False, coders: Sequence[Coder] = (), name: str | None = None,
     rows: int | None = None, chunk: int | None = None, residency: str | None = None,
 ) -> RowNorm:  # fmt: skip
     """Normalise the rows of a weighted sum of arrays.
@@ -59,6 +63,7 @@ def row_norm(
       dtype: of y; that of the first term by default.
       residual_dtype: of the sum as an output; None for no such output.
       round_first: round the sum to `residual_dtype` before it is measured.
+      coders: what writes codes of y instead of y; rows are not pooled then.
       name: of the kernel in reports.
       rows, chunk, residency: the tiling asked for; see `sim_npu.TilePlan`.
     """
@@ -70,31 +75,41 @@ def row_norm(
     arrays = [as_bytes(view.array(t, periodic=True)) for t in given if t is not None]
     if dynamic is not None:
         arrays.append(view.array(jnp.reshape(dynamic, jnp.shape(dynamic) or (1,) * x.ndim), periodic=True))
+    coding = Coding(coders, len(arrays), 5) if coders else None
+    arrays += [view.array(t, periodic=True) for coder in coders for t in coder.arrays]
     body = _Body(
         view, machine, len(terms), weights, [t is not None for t in given[len(terms) :]], dynamic is not None,
-        eps if dynamic is None else None, centered, activation, residual_dtype, round_first,
+        eps if dynamic is None else None, centered, activation, residual_dtype, round_first, coding,
     )  # fmt: skip
+    written = [Out(c.dtype) for c in coders] or [Out(dtype)]
     full = [t for t in arrays if t.size == x.size]
-    moving = sum(2 * t.dtype.itemsize for t in full) + 2 * jnp.dtype(dtype).itemsize
+    moving = sum(2 * t.dtype.itemsize for t in full) + sum(2 * jnp.dtype(o.dtype).itemsize for o in written)
     moving += 2 * jnp.dtype(residual_dtype).itemsize if residual_dtype is not None else 0
     moving += 8 if len(terms) > 1 else 0  # the sum is one more float32 value in use
     fixed = sum(2 * t.dtype.itemsize for t in arrays if t.shape[2] != 1 and t.size != x.size)
     tile = tiling(
-        view.tile_shape, machine, moving=moving, temporary=12 if activation is None else 20, fixed=fixed, rows=rows,
-        chunk=chunk, residency=residency, pooled=view.pooled,
+        view.tile_shape, machine, moving=moving, temporary=12 if activation is None and coding is None else 20,
+        fixed=fixed, rows=rows, chunk=chunk, residency=residency, pooled=view.pooled,
     )  # fmt: skip
     wide = widened(x[:0]).dtype if x.ndim else jnp.float32
     kept = [i for i, use in enumerate((where is not None, centered, centered, True, True)) if use]
-    outs = [Out(dtype), Out(wide, columns=len(kept), single=view.pooled)]
-    outs += [Out(residual_dtype)] if residual_dtype is not None else []
-    y, columns, *rest = run_rows(
-        body.phases(), view, arrays, outs, tile, machine=machine, columns=lambda done: tuple(done[i] for i in kept),
-        name=name or ("layer_norm" if centered else "rms_norm"),
+    number = len(kept) + (len(coding.searching) if coding is not None else 0)
+    outs = [*written, *([Out(residual_dtype)] if residual_dtype is not None else [])]
+
+    def columns(done: Columns) -> Columns:
+        return (*(done[i] for i in kept), *(coding.scales(done) if coding is not None else ()))
+
+    *found, side = run_rows(
+        body.phases(), view, arrays, [*outs, Out(wide, columns=number, single=view.pooled)], tile, machine=machine,
+        columns=columns, name=name or ("layer_norm" if centered else "rms_norm"),
     )  # fmt: skip
+    residual = found.pop() if residual_dtype is not None else None
+    sides = [side[:, :, i : i + 1] for i in range(number)]
     values: list[Array | None] = [None] * 5
-    for lane, i in enumerate(kept):
-        values[i] = columns[:, :, lane : lane + 1]
-    return RowNorm(y, rest[0] if rest else None, *values)  # type: ignore[arg-type]
+    for i in kept:
+        values[i] = sides.pop(0)
+    codes = found if coders else []
+    return RowNorm(None if coders else found[0], residual, *values, codes, sides)  # type: ignore[arg-type]
 
 
 def row_moments(
@@ -120,12 +135,24 @@ class _Body:
     """The phases of a row norm. Refs: terms, scale, bias, where, behind, eps (those given), y, residual."""
 
     def __init__(
-        self, view, machine, terms, weights, given, dynamic, eps, centered, activation, residual_dtype, round_first
+        self,
+        view,
+        machine,
+        terms,
+        weights,
+        given,
+        dynamic,
+        eps,
+        centered,
+        activation,
+        residual_dtype,
+        round_first,
+        coding=None,
     ):
         _, m, l = view.tile_shape
         self.pooled, self.rows = view.pooled, m if view.pooled else 1
         self.n = self.rows * l
-        self.machine = machine
+        self.machine, self.coding = machine, coding
         self.terms, self.weights, self.given, self.dynamic = terms, weights, given, dynamic
         self.eps, self.centered, self.activation = eps, centered, activation
         self.residual_dtype, self.round_first = residual_dtype, round_first
@@ -134,7 +161,8 @@ class _Body:
         """Measure, then write."""
         flat = self.pooled
         measure = Phase(self.first, self.measure, self.end, 4, 5, flat_carry=flat, flat=5 if flat else 0)
-        return [measure, Phase(self.write_first, self.write, lambda refs, carry, done: (), 0, 0)]
+        search = self.coding.search(lambda *at: self._value(*at)[0]) if self.coding is not None else []
+        return [measure, *search, Phase(self.write_first, self.write, lambda refs, carry, done: (), 0, 0)]
 
     def _optional(self, chunk: Chunk, refs: Sequence[Any], number: int) -> Array | None:
         if not self.given[number]:
@@ -143,7 +171,8 @@ class _Body:
         return value != 0 if value.dtype == jnp.int8 else widened(value)
 
     def _outputs(self, refs: Sequence[Any]) -> Sequence[Any]:
-        return refs[self.terms + sum(self.given) + self.dynamic :]
+        at = self.terms + sum(self.given) + self.dynamic
+        return refs[at + (self.coding.operands if self.coding is not None else 0) :]
 
     def sum_of(self, chunk: Chunk, refs: Sequence[Any], *, clean: bool = False) -> Array:
         """The weighted sum of the terms, rounded first where asked."""
@@ -207,16 +236,25 @@ class _Body:
         return self.write(chunk, refs, (), done)
 
     def write(self, chunk: Chunk, refs: Sequence[Any], carry: Columns, done: Columns) -> Columns:
-        """The affine map of a chunk, and the sum itself where it is asked for."""
-        _, mean, low, _, rstd = done
+        """The affine map of a chunk, or its codes, and the sum itself where it is asked for."""
+        y, s = self._value(chunk, refs, done)
+        outs = list(self._outputs(refs))
+        number = 1 if self.coding is None else len(self.coding.coders)
+        if self.coding is None:
+            chunk.write(outs[0], y)
+        else:
+            self.coding.write(chunk, refs, outs[:number], y, done)
+        for ref in outs[number:]:
+            chunk.write(ref, s)
+        return ()
+
+    def _value(self, chunk: Chunk, refs: Sequence[Any], done: Columns) -> tuple[Array, Array]:
+        """(y, sum of the terms) of a chunk, float32."""
+        mean, low, rstd = done[1], done[2], done[4]
         scale, bias, where, behind = (self._optional(chunk, refs, i) for i in range(4))
         s = self.sum_of(chunk, refs)
         if self.pooled and scale is not None and where is None:  # the product of two columns, not of a tile
             rstd, scale = rstd * scale, None
         y = affine_tile(s, mean if self.centered else None, low, rstd, scale, bias, where)
         y = y if behind is None else y + behind
-        out, *rest = self._outputs(refs)
-        chunk.write(out, y if self.activation is None else self.activation(y))
-        for ref in rest:
-            chunk.write(ref, s)
-        return ()
+        return (y if self.activation is None else self.activation(y)), s

@@ -145,18 +145,20 @@ def launch(
     """Call `kernel(*input_refs, *output_refs, *scratch_refs)`; outputs vary over the mesh axes that any input does."""
     names = sorted(set().union(*(varying(o.array) for o in inputs)))
     arrays = [vary(o.array, names) for o in inputs]
-    options = {"vma": frozenset(names)} if names else {}
-    return pl.pallas_call(
+    vary_over = jax.sharding.ManualAxisType(varying=frozenset(names))  # must be said inside a typed shard_map
+    found = pl.pallas_call(
         kernel,
         name=name,
         grid=grid,
         in_specs=[o.spec for o in inputs],
         out_specs=[o.spec for o in outputs],
-        out_shape=[jax.ShapeDtypeStruct(o.array.shape, o.array.dtype, **options) for o in outputs],
+        out_shape=[jax.ShapeDtypeStruct(o.array.shape, o.array.dtype, manual_axis_type=vary_over) for o in outputs],
         scratch_shapes=list(scratch),
         compiler_params=machine.compiler_params(semantics, entries),
         interpret=machine.interpret,
-    )(*arrays)
+    )(*(lax.optimization_barrier(arrays) if machine.interpret else arrays))
+    # a grid of one step is inlined: what is around it would change how its products and sums are contracted
+    return lax.optimization_barrier(found) if machine.interpret else found
 
 
 def output(shape: tuple[int, ...], dtype: Any, block: tuple[int | None, ...], index: Callable) -> Operand:

@@ -26,6 +26,7 @@ class Tiling:
 
 REREAD = 128 << 20  # bytes of rows in flight that a chip's L2 (192 MiB) keeps until they are read again
 CORES = 48  # a tile is no larger than leaves one for every core
+STEADY_ROWS = CORES * 64
 CHUNKS = (4096, 2048, 1024)
 STREAMED = (2048, 4096, 1024)  # several rows of 2048 beat one of 4096 on the simulator
 
@@ -46,6 +47,8 @@ def tiling(
       pooled: a tile holds all M rows; see `pooled_fits`.
     """
     _, m, l = shape
+    if machine.steady and not pooled:  # tiles, and with them the bits of a row, do not change with the rows beside it
+        m = STEADY_ROWS
     if machine.masked:  # a block is a pointer there: nothing has to stay
         together = _all_rows(m, machine) if pooled else 1
         lanes = lanes_per_tile(l, chunk or max(16, 4096 // together), machine)

@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 import sim_npu
 from normlib.kernels.machine import MACHINES, Machine
+from normlib.passes.placement import Split, place
 from normlib.passes.recording import lays_out, record
 from normlib.passes.tiles import TilePass
 from normlib.passes.tuner import Tuner
@@ -53,11 +54,17 @@ class NpuPass(TilePass):
         room = sim_npu.get_chip(self.chip).ub_bytes * 15 // 16
         return MACHINES["npu"].replace(tile_bytes=room, tuner=Tuner(self.chip) if self.tune else None)
 
-    def run(self, kernel: Callable[..., Any], arrays: Sequence[Array], statistics: Sequence[int]) -> Any:
+    def run(
+        self, kernel: Callable[..., Any], arrays: Sequence[Array], statistics: Sequence[int], split: Split | None
+    ) -> Any:
         if lays_out():
             return kernel(*arrays)
         record(kernel, arrays, self.chip)
-        return sim_npu.emulate(kernel, *arrays, precision=self.policy, statistics=tuple(statistics))
+
+        def emulated(*arrays: Array) -> Any:
+            return sim_npu.emulate(kernel, *arrays, precision=self.policy, statistics=tuple(statistics))
+
+        return place(emulated, arrays, split, interpreted=True, partition=False)
 
     def computes(self, x: Array) -> bool:
         """An AI Core has no float64."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from normlib.kernels.machine import MACHINES, Machine
+from normlib.passes.placement import Split, place
 from normlib.passes.tiles import TilePass
 
 PLATFORMS = {"gpu": "gpu", "cuda": "gpu", "tpu": "tpu", "cpu": "cpu"}
@@ -43,9 +44,12 @@ class PallasPass(TilePass):
             return machine
         return machine.replace(interpret=machine.name != here if self.interpret is None else self.interpret)
 
-    def run(self, kernel: Callable[..., Any], arrays: Sequence[Array], statistics: Sequence[int]) -> Any:
-        return kernel(*arrays)
+    def run(
+        self, kernel: Callable[..., Any], arrays: Sequence[Array], statistics: Sequence[int], split: Split | None
+    ) -> Any:
+        return place(kernel, arrays, split, interpreted=self.machine.interpret)
 
     def computes(self, x: Array) -> bool:
-        """Neither Triton's nor a TPU's kernels are written for float64; the interpreter's are."""
-        return super().computes(x) and (self.machine.interpret or x.dtype != jnp.float64)
+        """No kernels of float64 on a GPU or TPU, nor of float16 on a TPU (Mosaic refuses its loads)."""
+        refused = {"tpu": (jnp.float64, jnp.float16), "gpu": (jnp.float64,)}.get(self.machine.name, ())
+        return super().computes(x) and (self.machine.interpret or x.dtype not in refused)

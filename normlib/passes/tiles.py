@@ -8,12 +8,14 @@ kernels. What kernels do not compute (complex numbers, empty arrays) runs on the
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from normlib.kernels.affine import affine_tile, centred, elementwise, finite, grad_tile
@@ -21,7 +23,8 @@ from normlib.kernels.column_moments import moments as kernel_moments
 from normlib.kernels.machine import Machine
 from normlib.kernels.sums import sums as kernel_sums
 from normlib.moments import Moments, count_entries
-from normlib.passes import whole, xla
+from normlib.passes import coded, whole, xla
+from normlib.passes.placement import Split
 from normlib.precision import wide
 
 
@@ -34,7 +37,9 @@ class TilePass:
         """Where kernels run."""
         raise NotImplementedError
 
-    def run(self, kernel: Callable[..., Any], arrays: Sequence[Array], statistics: Sequence[int]) -> Any:
+    def run(
+        self, kernel: Callable[..., Any], arrays: Sequence[Array], statistics: Sequence[int], split: Split | None
+    ) -> Any:
         """`kernel(*arrays)`; `statistics` are the positions of arrays that hold statistics."""
         raise NotImplementedError
 
@@ -58,7 +63,7 @@ class TilePass:
         def formula(x, k, where):
             return xla.sums(x, k, axes=axes, where=where)
 
-        return self.call(kernel, formula, [x, k, where], statistics=(1,))
+        return self.call(kernel, formula, [x, k, where], statistics=(1,), split=Split(added=axes))
 
     def moments(self, x, *, axes, where, batch_invariant=False):
         """See `normlib.passes.Pass.moments`."""
@@ -71,7 +76,8 @@ class TilePass:
         def formula(x):
             return tuple(xla.moments(x, axes=axes, where=None)[1:])
 
-        mean, low, m2 = self.call(kernel, formula, [x], statistics=())
+        split = Split(added=axes, merge=functools.partial(_merged_moments, axes))
+        mean, low, m2 = self.call(kernel, formula, [x], statistics=(), split=split)
         return Moments(jnp.broadcast_to(count_entries(x.shape, axes, None), m2.shape), mean, low, m2)
 
     def apply(self, x, mean, low, rstd, scale, bias, *, where=None, dtype=None, batch_invariant=False):
@@ -86,7 +92,8 @@ class TilePass:
         def formula(*operands):
             return xla.apply(*operands[:-1], where=operands[-1], dtype=dtype)
 
-        return self.call(kernel, formula, [x, mean, low, rstd, scale, bias, where], statistics=(1, 2, 3))
+        operands = [x, mean, low, rstd, scale, bias, where]
+        return self.call(kernel, formula, operands, statistics=(1, 2, 3), split=Split())
 
     def grad_sums(self, x, dy, mean, low, rstd, weight, *, axes, where):
         """See `normlib.passes.Pass.grad_sums`."""
@@ -106,7 +113,8 @@ class TilePass:
         def formula(*operands):
             return xla.grad_sums(*operands[:-1], axes=axes, where=operands[-1])
 
-        return self.call(kernel, formula, [x, dy, mean, low, rstd, weight, where], statistics=(2, 3, 4))
+        operands = [x, dy, mean, low, rstd, weight, where]
+        return self.call(kernel, formula, operands, statistics=(2, 3, 4), split=Split(added=axes))
 
     def grad_apply(self, x, dy, mean, low, rstd, weight, c1, c0, *, where):
         """See `normlib.passes.Pass.grad_apply`."""
@@ -119,7 +127,8 @@ class TilePass:
         def formula(*operands):
             return xla.grad_apply(*operands[:-1], where=operands[-1])
 
-        return self.call(kernel, formula, [x, dy, mean, low, rstd, weight, c1, c0, where], statistics=(2, 3, 4, 6, 7))
+        operands = [x, dy, mean, low, rstd, weight, c1, c0, where]
+        return self.call(kernel, formula, operands, statistics=(2, 3, 4, 6, 7), split=Split())
 
     # What stands behind a norm, in the sweep of its affine map
 
@@ -140,7 +149,8 @@ class TilePass:
 
         if not self.computes(x):
             return formula(x, mean, low, rstd, scale, bias, behind, where)
-        return self.call(kernel, formula, [x, mean, low, rstd, scale, bias, behind, where], statistics=(1, 2, 3))
+        operands = [x, mean, low, rstd, scale, bias, behind, where]
+        return self.call(kernel, formula, operands, statistics=(1, 2, 3), split=Split())
 
     def pull_behind(self, x, mean, low, rstd, scale, bias, behind, where, dy, *, activation, dtype):
         """The cotangent of apply(...) + behind from dy, that of its activation."""
@@ -162,7 +172,7 @@ class TilePass:
         if not self.computes(x):
             return formula(x, mean, low, rstd, scale, bias, behind, where, dy)
         operands = [x, mean, low, rstd, scale, bias, behind, where, dy]
-        return self.call(kernel, formula, operands, statistics=(1, 2, 3))
+        return self.call(kernel, formula, operands, statistics=(1, 2, 3), split=Split())
 
     # The whole forward or backward in one kernel, or None: where statistics are of one device and of rows
 
@@ -174,8 +184,15 @@ class TilePass:
         """See `normlib.passes.whole.backward`."""
         return whole.backward(self, terms, dy, mean, low, rstd, scale, bias, behind, extra, **options)
 
-    def call(self, kernel, formula, operands, *, statistics: tuple[int, ...]):
-        """Run `kernel(*operands)`, differentiated as `formula(*operands)`; operands may be None."""
+    def coded(self, terms, scale, bias, coders, **options):
+        """See `normlib.passes.coded.coded`."""
+        return coded.coded(self, terms, scale, bias, coders, **options)
+
+    def call(self, kernel, formula, operands, *, statistics: tuple[int, ...], split: Split | None = None):
+        """Run `kernel(*operands)`, differentiated as `formula(*operands)`; operands may be None.
+
+        The kernel asks its operands for shapes: it may be given a part of them (see `split`).
+        """
         present = [i for i, t in enumerate(operands) if t is not None]
 
         def full(arrays):
@@ -191,7 +208,7 @@ class TilePass:
 
         @jax.custom_jvp
         def call(*arrays):
-            return self.run(on_machine, arrays, held)
+            return self.run(on_machine, arrays, held, split)
 
         @call.defjvp
         def _(primals, tangents):
@@ -199,6 +216,15 @@ class TilePass:
             return call(*primals), dots
 
         return call(*(operands[i] for i in present))
+
+
+def _merged_moments(axes, parts, names, shape):
+    """Moments of all devices along `names` from (mean, low, m2) of each, over `axes` of its part of x, of `shape`."""
+    mean, low, m2 = parts
+    table = lax.all_gather(jnp.stack([mean, low, m2]), names)
+    count = jnp.full(table[:, 0].shape, math.prod(shape[a] for a in axes), jnp.int32)
+    merged = Moments(count, table[:, 0], table[:, 1], table[:, 2]).merge_axis(0)
+    return [merged.mean, merged.low, merged.m2]
 
 
 def _affine_order(operands):

@@ -22,6 +22,7 @@ from normlib.kernels.tiling import pooled_fits
 from normlib.kernels.view import Shape, View, groups_of, rows_of
 from normlib.moments import Moments, count_entries
 from normlib.passes import xla
+from normlib.passes.placement import Split
 from normlib.precision import wide
 from normlib.scope import unbroadcast
 
@@ -62,12 +63,13 @@ def forward(
     def kernel(*arrays):
         scale, bias, where, behind, *dynamic = arrays[number:]
         room = dynamic[0] if dynamic else eps
+        here = _part(run, arrays[0], axes, channels, channel_axis, arrays)
         out = row_norm(
-            arrays[:number], scale, bias, where, behind=behind, view=view, eps=room, machine=run.machine, **options
+            arrays[:number], scale, bias, where, behind=behind, view=here, eps=room, machine=run.machine, **options
         )
         columns = [out.m2, out.rstd, *((out.mean, out.low) if centered else ())]
         full = [out.y, *([] if out.residual is None else [out.residual])]
-        return [view.back(t) for t in (*full, *columns)]
+        return [here.back(t) for t in (*full, *columns)]
 
     def formula(*arrays):
         scale, bias, where, behind, *dynamic = (None if t is None else view.given(t) for t in arrays[number:])
@@ -87,10 +89,11 @@ def forward(
         full = [y, *([] if residual_dtype is None else [s.astype(residual_dtype)])]
         return [view.joined(t) for t in (*full, own.m2, rstd, *(centre if centered else ()))]
 
-    dynamic = [] if isinstance(eps, int | float) else [eps]
+    dynamic = [] if isinstance(eps, int | float) else [jnp.reshape(eps, jnp.shape(eps) or (1,) * x.ndim)]
     operands = [*terms, scale, bias, where, behind, *dynamic]
     held = (number + 4,)
-    y, *found = run.call(kernel, formula, operands, statistics=held)
+    split = Split(whole=_set(x, axes, channels, channel_axis))
+    y, *found = run.call(kernel, formula, operands, statistics=held, split=split)
     residual = found.pop(0) if residual_dtype is not None else None
     m2, rstd, *centre = found
     mean, low = centre or (None, None)
@@ -114,19 +117,24 @@ def backward(
     shapes, number = shapes or {}, len(terms)
     outs = [(1.0, x.dtype)] if outs is None else list(outs)
     plan = _Parameters(view, x.shape, shapes, given.scale)
+    whole = _set(x, axes, channels, channel_axis)
     if view.split is not None and (plan.apart or (view.pooled and not plan.flat)):
         return None
 
     def kernel(*arrays):
         here = Given(*arrays[number:])
+        shape = arrays[0].shape
+        part = _part(run, arrays[0], axes, channels, channel_axis, arrays)
+        mine = _Parameters(part, shape, {k: tuple(min(m, n) for m, n in zip(s, shape)) for k, s in shapes.items()},
+                           here.scale)  # fmt: skip
         out = row_norm_grad(
-            arrays[:number], here, view=view, machine=run.machine, weights=weights, activation=activation, outs=outs,
-            behind_dtype=behind_dtype, wanted=[*plan.collected, *plan.apart], by_row=bool(plan.by_row),
+            arrays[:number], here, view=part, machine=run.machine, weights=weights, activation=activation, outs=outs,
+            behind_dtype=behind_dtype, wanted=[*mine.collected, *mine.apart], by_row=bool(mine.by_row),
             name=_name(view, mean is not None, terms, activation) + "_grad",
         )  # fmt: skip
         full = [*out.ds, *([] if out.dz is None else [out.dz])]
-        found = plan.found(out, run, arrays[:number], here, weights, activation)
-        return [view.back(t) for t in full], [found[key] for key in shapes]
+        found = mine.found(out, run, arrays[:number], here, weights, activation)
+        return [part.back(t) for t in full], [found[key] for key in shapes]
 
     def formula(*arrays):
         v = Given(*(None if t is None else view.given(t) for t in arrays[number:]))
@@ -145,7 +153,10 @@ def backward(
         sums = [unbroadcast(view.joined(jnp.broadcast_to(terms[k], s.shape)), shapes[k]) for k in shapes]
         return [view.joined(t) for t in full], sums
 
-    full, sums = run.call(kernel, formula, [*terms, *given], statistics=tuple(number + i for i in (1, 2, 3)))
+    split = Split(whole=whole, added=tuple(i for i in range(x.ndim) if i not in whole))
+    full, sums = run.call(
+        kernel, formula, [*terms, *given], statistics=tuple(number + i for i in (1, 2, 3)), split=split
+    )  # fmt: skip
     ds, rest = full[: len(outs)], full[len(outs) :]
     return Backward(ds, rest[0] if rest else None, dict(zip(shapes, sums)))
 
@@ -230,6 +241,18 @@ def _view(run, x: Array, axes, channels, channel_axis, operands) -> View | None:
         return groups_of(x.shape, axes, channel_axis % x.ndim, channels)
     shapes = [t.shape for t in operands if t is not None]
     return rows_of(x.shape, axes, shapes) if axes else None
+
+
+def _part(run, x: Array, axes, channels, channel_axis, operands) -> View:
+    """The view of a part of x: a device's, where the program is split."""
+    view = _view(run, x, axes, channels, channel_axis, operands)
+    assert view is not None  # the whole has been seen so
+    return view
+
+
+def _set(x: Array, axes, channels, channel_axis) -> tuple[int, ...]:
+    """Axes along which a set of statistics lies."""
+    return tuple(axes) if channels is None else (*axes, channel_axis % x.ndim)
 
 
 def _own(shape, axes, where, mean, low, m2) -> Moments:

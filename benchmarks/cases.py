@@ -1,0 +1,259 @@
+"""Every kernel in every layout: what is lowered and compiled without a device, and checked and timed on one.
+
+A case is a kernel with its tiling, operand shapes and dtypes, and what float64 NumPy says it gives. `small` shapes take
+each path of a kernel once; `cases(large=True)` are those worth timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from normlib.kernels.affine import affine_tile, elementwise, grad_tile
+from normlib.kernels.machine import Machine
+from normlib.kernels.rows import row_norm
+from normlib.kernels.rows_grad import row_norm_grad
+from normlib.kernels.sums import sums
+from normlib.kernels.view import rows_of
+
+EPS = 1e-5
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel call.
+
+    Attributes:
+      name: kernel, layout, dtype.
+      call: (machine, *arrays) -> tuple of arrays.
+      shapes: of the operands, with their dtypes ("mask" for bool).
+      expected: (*arrays in float64) -> the tuple that `call` gives, in float64.
+      sums: results are sums of so many terms; 1 for what is rounded once.
+      base: (*arrays) -> the same in plain JAX, for comparison of speed.
+    """
+
+    name: str
+    call: Callable[..., tuple[Any, ...]]
+    shapes: tuple[tuple[tuple[int, ...], Any], ...]
+    expected: Callable[..., tuple[np.ndarray, ...]]
+    sums: int = 1
+    base: Callable[..., Any] | None = None
+
+    def structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the operands."""
+        return [jax.ShapeDtypeStruct(s, jnp.bool_ if d == "mask" else d) for s, d in self.shapes]
+
+    def arrays(self, seed: int = 0) -> list[np.ndarray]:
+        """Operands: normal numbers about 1, masks that leave 70 %."""
+        rng = np.random.default_rng(seed)
+        return [
+            rng.random(s) < 0.7 if d == "mask" else (rng.normal(size=s) + 1).astype(np.float32).astype(d)
+            for s, d in self.shapes
+        ]
+
+    def error(self, arrays: list[np.ndarray], results: Any) -> float:
+        """The largest error as a multiple of its bound: 8 ulp at the largest entry, or that of a sum of n terms."""
+        wanted = self.expected(*(a if a.dtype == bool else a.astype(np.float64) for a in arrays))
+        worst = 0.0
+        for got, want in zip(results, wanted, strict=True):
+            got = np.asarray(got)
+            size = np.max(abs(want), initial=1e-30)
+            bound = 8 * float(ml_dtypes.finfo(got.dtype).eps) * size
+            if self.sums > 1:
+                bound = 2.0**-24 * (16 * np.sqrt(self.sums) * 8 + 4 * size)  # terms here are below 8 in size
+            apart = abs(got.astype(np.float64).reshape(want.shape) - want)
+            worst = max(worst, float(np.max(apart, initial=0.0)) / bound if np.isfinite(apart).all() else np.inf)
+        return float(worst)
+
+
+def _stats(x, where=None, centered=True):
+    w = np.ones(x.shape) if where is None else np.broadcast_to(where, x.shape).astype(np.float64)
+    n = np.maximum(w.sum(-1, keepdims=True), 1)
+    mean = (x * w).sum(-1, keepdims=True) / n if centered else 0.0
+    return mean, 1 / np.sqrt((((x - mean) * w) ** 2).sum(-1, keepdims=True) / n + EPS)
+
+
+def row_case(name, shape, dtype, *, scale=None, bias=None, mask=None, terms=1, centered=True, **tiling) -> Case:
+    """A norm of the last axis; `scale`, `bias`, `mask` are shapes."""
+    given = [(s, t) for s, t in ((scale, jnp.float32), (bias, jnp.float32), (mask, "mask")) if s is not None]
+
+    def split(arrays):
+        rest = list(arrays[terms:])
+        return arrays[:terms], [None if s is None else rest.pop(0) for s in (scale, bias, mask)]
+
+    def call(machine: Machine, *arrays):
+        xs, (g, b, where) = split(arrays)
+        view = rows_of(shape, (len(shape) - 1,), [t.shape for t in arrays])
+        assert view is not None
+        out = row_norm(xs, g, b, where, view=view, eps=EPS, machine=machine, centered=centered, **tiling)
+        return out.y, out.rstd
+
+    def expected(*arrays):
+        xs, (g, b, where) = split(arrays)
+        s = sum(xs)
+        mean, rstd = _stats(s, where, centered)
+        y = (s - mean) * rstd * (1 if g is None else g) + (0 if b is None else b)
+        return y, rstd
+
+    def base(*arrays):
+        xs, (g, b, _) = split(arrays)
+        s = sum(t.astype(jnp.float32) for t in xs)
+        mean = s.mean(-1, keepdims=True) if centered else 0.0
+        y = (s - mean) * jax.lax.rsqrt(jnp.square(s - mean).mean(-1, keepdims=True) + EPS)
+        return (y * (1 if g is None else g) + (0 if b is None else b)).astype(dtype)
+
+    return Case(name, call, ((shape, dtype),) * terms + tuple(given), expected, base=base)
+
+
+def grad_case(name, shape, dtype, *, weight=None, centered=True, **tiling) -> Case:
+    """dx of such a norm."""
+    rows = (*shape[:-1], 1)
+
+    def moments(x, xp):
+        mean = x.mean(-1, keepdims=True) if centered else None
+        d = x if mean is None else x - mean
+        return mean, 1 / xp.sqrt((d * d).mean(-1, keepdims=True) + EPS)
+
+    def call(machine: Machine, x, dy, *rest):
+        mean, rstd = moments(x.astype(jnp.float32), jnp)
+        view = rows_of(shape, (len(shape) - 1,), [shape, rows, *(t.shape for t in rest)])
+        assert view is not None
+        low = None if mean is None else jnp.zeros_like(mean)
+        return (row_norm_grad(x, dy, mean, low, rstd, *rest, view=view, machine=machine, **tiling),)
+
+    def plain(x, dy, *rest, xp=np):
+        mean, rstd = moments(x, xp)
+        xhat = (x if mean is None else x - mean) * rstd
+        g = dy * rest[0] if rest else dy
+        c0 = g.mean(-1, keepdims=True) if centered else 0.0
+        return ((g - c0 - xhat * (g * xhat).mean(-1, keepdims=True)) * rstd).reshape(shape)
+
+    def base(x, dy, *rest):
+        return plain(x.astype(jnp.float32), dy.astype(jnp.float32), *rest, xp=jnp).astype(dtype)
+
+    given = () if weight is None else ((weight, jnp.float32),)
+    return Case(name, call, ((shape, dtype), (shape, dtype), *given), lambda *a: (plain(*a),), base=base)
+
+
+def sums_case(name, shape, dtype, axes, *, mask=None, **tiling) -> Case:
+    """sum(dy) and sum(x * dy) over axes."""
+
+    def call(machine: Machine, x, dy, where=None):
+        def terms(x, dy, where):
+            g = dy if where is None else jnp.where(where, dy, 0.0)
+            return g, x * g
+
+        return sums(terms, [x, dy, where], axes=axes, number=2, name="sums", machine=machine, **tiling)
+
+    def expected(x, dy, where=None):
+        g = dy if where is None else np.where(where, dy, 0)
+        return g.sum(axes, keepdims=True), (x * g).sum(axes, keepdims=True)
+
+    def base(x, dy):
+        x, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
+        return dy.sum(axes), (x * dy).sum(axes)
+
+    given = () if mask is None else ((mask, "mask"),)
+    return Case(
+        name, call, ((shape, dtype), (shape, dtype), *given), expected, int(np.prod([shape[a] for a in axes])),
+        None if mask else base,
+    )  # fmt: skip
+
+
+def affine_case(name, shape, dtype, sides, *, mask=None, grad=False, **tiling) -> Case:
+    """The affine map (or dx) with coefficients of shape `sides`."""
+    small = ((sides, jnp.float32),) * 3
+    given = ((shape, dtype), (shape, dtype), *small) if grad else ((shape, dtype), *small)
+    given += () if mask is None else ((mask, "mask"),)
+
+    def body(x, *rest):
+        if grad:
+            dy, rstd, c1, c0, *where = rest
+            return grad_tile(x, dy, None, None, rstd, None, c1, c0, *where)
+        mean, rstd, bias, *where = rest
+        return affine_tile(x, mean, jnp.zeros_like(mean), rstd, None, bias, *where)
+
+    def call(machine: Machine, *arrays):
+        return (elementwise(body, arrays, name="affine", dtype=dtype, machine=machine, **tiling),)
+
+    def expected(x, *rest):
+        if grad:
+            dy, rstd, c1, c0, *where = rest
+            return ((dy - np.where(where[0] if where else True, c1 * x + c0, 0)) * rstd,)
+        mean, rstd, bias, *_ = rest
+        return ((x - mean) * rstd + bias,)
+
+    def base(*arrays):
+        wide = [t.astype(jnp.float32) for t in arrays]
+        if grad:
+            x, dy, rstd, c1, c0 = wide
+            return ((dy - c1 * x - c0) * rstd).astype(dtype)
+        x, mean, rstd, bias = wide
+        return ((x - mean) * rstd + bias).astype(dtype)
+
+    return Case(name, call, given, expected, base=None if mask else base)
+
+
+def cases() -> Iterator[Case]:
+    """Every path of every kernel, in small arrays."""
+    for tag, dtype in DTYPES.items():
+        for path, shape, tiling in [
+            ("resident", (33, 200), {}), ("chunks", (20, 700), {"chunk": 256, "residency": "row"}),
+            ("streamed", (20, 700), {"chunk": 256, "residency": "stream"}), ("short", (300, 5), {}),
+            ("one", (1, 1), {}), ("rank3", (3, 17, 384), {}),
+        ]:  # fmt: skip
+            features, rows = shape[-1:], shape[:-1]
+            ones = (1,) * len(rows)
+            per_feature, per_row = (*ones, *features), (*rows, 1)
+            for norm, centered in (("layer", True), ("rms", False)):
+                options: dict[str, Any] = {"centered": centered, **tiling}
+                at = f"{norm}_norm/{path}/{tag}"
+                yield row_case(at, shape, dtype, scale=per_feature, bias=per_feature, **options)
+                yield row_case(f"{at}/plain", shape, dtype, **options)
+                yield row_case(f"{at}/mask", shape, dtype, scale=per_feature, mask=shape, **options)
+                yield row_case(f"{at}/row_mask", shape, dtype, bias=per_row, mask=per_feature, **options)
+                yield row_case(f"{at}/full", shape, dtype, scale=shape, bias=(*ones, 1), **options)
+                yield row_case(f"{at}/sum", shape, dtype, scale=per_feature, terms=2, **options)
+                yield grad_case(f"{norm}_norm_grad/{path}/{tag}", shape, dtype, weight=per_feature, **options)
+                yield grad_case(f"{norm}_norm_grad/{path}/{tag}/plain", shape, dtype, **options)
+                yield grad_case(f"{norm}_norm_grad/{path}/{tag}/full", shape, dtype, weight=shape, **options)
+            if len(shape) == 3:
+                yield row_case(f"layer_norm/per_sample/{tag}", shape, dtype, scale=(shape[0], 1, shape[2]))
+        for path, shape, axes in [
+            ("columns", (300, 40), (0,)), ("wide", (70, 1300), (0,)), ("last", (40, 300), (1,)),
+            ("middle", (4, 37, 20), (1,)), ("two", (4, 9, 6, 5), (0, 2, 3)), ("all", (33, 7), (0, 1)),
+            ("long", (3, 9000), (1,)),
+        ]:  # fmt: skip
+            yield sums_case(f"sums/{path}/{tag}", shape, dtype, axes)
+            yield sums_case(f"sums/{path}/{tag}/mask", shape, dtype, axes, mask=shape)
+        for path, shape, sides in [
+            ("channels_last", (6, 50, 24), (1, 1, 24)), ("channels_first", (6, 24, 50), (1, 24, 1)),
+            ("per_sample", (6, 50, 24), (6, 1, 24)), ("per_row", (70, 300), (70, 1)), ("scalar", (70, 300), (1, 1)),
+        ]:  # fmt: skip
+            yield affine_case(f"affine/{path}/{tag}", shape, dtype, sides)
+            yield affine_case(f"affine/{path}/{tag}/mask", shape, dtype, sides, mask=(*shape[:-1], 1))
+            yield affine_case(f"grad_affine/{path}/{tag}", shape, dtype, sides, grad=True)
+            yield affine_case(f"grad_affine/{path}/{tag}/mask", shape, dtype, sides, grad=True, mask=shape)
+
+
+def large_cases(scale: int = 1) -> Iterator[Case]:
+    """Those worth timing; row counts are divided by `scale`."""
+    for tag, dtype in (("f32", jnp.float32), ("bf16", jnp.bfloat16)):
+        for d, m in ((1024, 32768), (4096, 8192), (8192, 4096), (65536, 512)):
+            shape, features = (max(m // scale, 1), max(d // scale, 1)), (1, max(d // scale, 1))
+            yield row_case(f"layer_norm/{m}x{d}/{tag}", shape, dtype, scale=features, bias=features)
+            yield row_case(f"rms_norm/{m}x{d}/{tag}", shape, dtype, scale=features, centered=False)
+            yield grad_case(f"layer_norm_grad/{m}x{d}/{tag}", shape, dtype, weight=features)
+        m, c = max(131072 // scale, 1), 256 // min(scale, 8)
+        yield sums_case(f"channel_sums/131072x256/{tag}", (m, c), dtype, (0,))
+        yield affine_case(f"channel_affine/131072x256/{tag}", (m, c), dtype, (1, c))
+        yield affine_case(f"channel_grad/131072x256/{tag}", (m, c), dtype, (1, c), grad=True)
+        yield row_case(f"add_rms_norm/8192x4096/{tag}", (max(8192 // scale, 1), max(4096 // scale, 1)), dtype,
+                       scale=(1, max(4096 // scale, 1)), terms=2, centered=False)  # fmt: skip
