@@ -37,6 +37,7 @@ class Case:
       expected: (*arrays in float64) -> the tuple that `call` gives, in float64.
       sums: results are sums of so many terms; 1 for what is rounded once.
       base: (*arrays) -> the same in plain JAX, for comparison of speed.
+      size: (*arrays in float64) -> what roundings are measured at, where results are differences of larger numbers.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Case:
     expected: Callable[..., tuple[np.ndarray, ...]]
     sums: int = 1
     base: Callable[..., Any] | None = None
+    size: Callable[..., float] | None = None
 
     def structs(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the operands."""
@@ -60,11 +62,12 @@ class Case:
 
     def error(self, arrays: list[np.ndarray], results: Any) -> float:
         """The largest error as a multiple of its bound: 8 ulp at the largest entry, or that of a sum of n terms."""
-        wanted = self.expected(*(a if a.dtype == bool else a.astype(np.float64) for a in arrays))
+        wide = [a if a.dtype == bool else a.astype(np.float64) for a in arrays]
+        wanted, least = self.expected(*wide), self.size(*wide) if self.size else 1e-30
         worst = 0.0
         for got, want in zip(results, wanted, strict=True):
             got = np.asarray(got)
-            size = np.max(abs(want), initial=1e-30)
+            size = np.max(abs(want), initial=least)
             bound = 8 * float(ml_dtypes.finfo(got.dtype).eps) * size
             if self.sums > 1:
                 bound = 2.0**-24 * (16 * np.sqrt(self.sums) * 8 + 4 * size)  # terms here are below 8 in size
@@ -138,8 +141,12 @@ def grad_case(name, shape, dtype, *, weight=None, centered=True, **tiling) -> Ca
     def base(x, dy, *rest):
         return plain(x.astype(jnp.float32), dy.astype(jnp.float32), *rest, xp=jnp).astype(dtype)
 
+    def size(x, dy, *rest):
+        """The largest rstd * g: dx of a row of 1 is nothing but the difference of two such."""
+        return float(np.max(abs(moments(x, np)[1] * (dy * rest[0] if rest else dy))))
+
     given = () if weight is None else ((weight, jnp.float32),)
-    return Case(name, call, ((shape, dtype), (shape, dtype), *given), lambda *a: (plain(*a),), base=base)
+    return Case(name, call, ((shape, dtype), (shape, dtype), *given), lambda *a: (plain(*a),), base=base, size=size)
 
 
 def sums_case(name, shape, dtype, axes, *, mask=None, **tiling) -> Case:

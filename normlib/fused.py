@@ -321,6 +321,7 @@ def _add_norm(
         )  # fmt: skip
         if found is not None:
             y, total, moments = found
+            assert total is not None
             return AddNormOutput(y, total, jax.tree.map(lambda t: jnp.squeeze(t, axes), moments))
     out = composed(
         arrays, scale, bias, weights=weights, added=sum_bias, axes=axes, eps=check.epsilon(eps), centered=centered,
@@ -328,4 +329,5 @@ def _add_norm(
         rescale=rescale, batch_invariant=batch_invariant, backend=backend, out_dtype=quantize.out_dtype(quant, dtype),
     )  # fmt: skip
     y = quantize.finish(out.y, quant, dtype, axes=axes, where=where, scope=scope, norm_round_first=norm_round_first)
-    return AddNormOutput(y, out.residual, jax.tree.map(lambda t: jnp.squeeze(t, axes), out.moments))
+    moments = jax.tree.map(lambda t: jnp.squeeze(t, axes), out.moments)
+    return AddNormOutput(y, out.residual, moments)  # type: ignore[arg-type]  # None for deep_norm, which drops it

@@ -93,7 +93,7 @@ class Coding:
             for i, coder in enumerate(self.searching):
                 top = jnp.where(carry[2 * i + 1] > 0, jnp.nan, carry[2 * i])
                 # the divisor depends on the dividend: a constant one would become a product with its reciprocal
-                scale = top / (jnp.where(top - top == 0, top, 0.0) * 0.0 + coder.largest)
+                scale = top / (jnp.where(top - top == 0, top, 0.0) * 0.0 + (coder.largest or 0.0))
                 scale = jnp.where(scale < coder.floor, coder.floor, scale)
                 found += [scale, 1.0 / scale]
             return tuple(found)

@@ -67,9 +67,9 @@ def moments(
     run = last_run(x.shape, left)
     view = rows_of(x.shape, run)
     if view is not None:
-        found = [view.back(t) for t in row_moments(x, view=view, machine=machine, name=name)]
-        table, left = Table(*found, each=math.prod(x.shape[a] for a in run)), tuple(a for a in left if a not in run)
-        name = f"{name}_merge"
+        mean, low, m2 = (view.back(t) for t in row_moments(x, view=view, machine=machine, name=name))
+        table = Table(mean, low, m2, math.prod(x.shape[a] for a in run))
+        left, name = tuple(a for a in left if a not in run), f"{name}_merge"
     while left:
         run = last_run(table.mean.shape, left)
         table = _columns(table, columns_of(table.mean.shape, run), name, machine, rows, chunk)
@@ -86,14 +86,15 @@ def _columns(table: Table, view: View, name: str, machine: Machine, rows=None, c
     if number > 1:
         merge = columns_of((a, number, l), (1,))
         parts = _partial(parts, merge, f"{name}_merge", machine, number, None)
-    return Table(*(view.back(t) for t in parts[:3]), each=each)  # type: ignore[arg-type]
+    mean, low, m2 = (view.back(t) for t in (parts.mean, parts.low, parts.m2) if t is not None)
+    return Table(mean, low, m2, each)
 
 
 def _partial(table: Table, view: View, name: str, machine: Machine, rows, chunk) -> Table:
     """Moments of the parts of the rows, `[A, parts, L]`, with their counts."""
     a, m, l = view.tile_shape
-    given = [table.mean, *([] if table.m2 is None else [table.low, table.m2])]
-    present = [view.array(t) for t in given] + ([] if table.counts is None else [table.counts])
+    present = [view.array(t) for t in (table.mean, table.low, table.m2) if t is not None]
+    present += [] if table.counts is None else [table.counts]
     dtype = wide_dtype(table.mean.dtype)
     lanes = lanes_per_tile(l, chunk or 512, machine)
     fit = that_fit(present, lanes, machine, size=a * m * l, extra=16)

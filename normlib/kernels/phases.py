@@ -182,8 +182,8 @@ class _Rows:
 
         def index(*steps):
             i, j = self.block(*steps)
-            i = i if period == self.a else lax.rem(i, period) if period != 1 else 0
-            return i, j * s[0], steps[3] * s[1] if self.tile.streamed else 0
+            i = 0 if period == 1 else i if period == self.a else lax.rem(i, period)
+            return i, j if s[0] else 0, steps[3] if self.tile.streamed and s[1] else 0
 
         return Operand(t, block, index)
 
@@ -193,7 +193,7 @@ class _Rows:
             shape = (self.a, self.parts, 1, self.l)
             return output(shape, o.dtype, (None, None, 1, self.width), lambda i, p, t: (i, p, 0, 0))
         block = (None, 1 if o.single else self.tile.rows, o.columns or self.width)
-        shape = (self.a, 1 if o.single else self.m, o.columns or self.l)
+        whole = (self.a, 1 if o.single else self.m, o.columns or self.l)
         last = len(self.phases) - 1
 
         def index(*steps):
@@ -203,7 +203,7 @@ class _Rows:
             # only the last phase writes: before it the block stays at the first chunk, so nothing is copied out
             return i, j, 0 if o.columns else steps[3] * lax.div(steps[2], last or 1)
 
-        return output(shape, o.dtype, block, index)
+        return output(whole, o.dtype, block, index)
 
 
 class _Walk:

@@ -19,7 +19,7 @@ from normlib.kernels.codes import Coder, Coding
 from normlib.kernels.machine import Machine
 from normlib.kernels.phases import Columns, Out, Phase, run_rows
 from normlib.kernels.tile import Chunk, chan, quotient, weighted, widened
-from normlib.kernels.tiling import tiling
+from normlib.kernels.tiling import lane_bytes, tiling
 from normlib.kernels.view import View
 from normlib.moments import two_sum
 
@@ -31,7 +31,7 @@ class RowNorm(NamedTuple):
     are one array per coder and `scales` one column per coder that looks for one.
     """
 
-    y: Array | None
+    y: Any  # an array, or None
     residual: Array | None
     count: Array | None  # type: ignore[assignment]  # a tuple's method of that name is not missed
     mean: Array | None
@@ -86,10 +86,9 @@ def row_norm(
     moving = sum(2 * t.dtype.itemsize for t in full) + sum(2 * jnp.dtype(o.dtype).itemsize for o in written)
     moving += 2 * jnp.dtype(residual_dtype).itemsize if residual_dtype is not None else 0
     moving += 8 if len(terms) > 1 else 0  # the sum is one more float32 value in use
-    fixed = sum(2 * t.dtype.itemsize for t in arrays if t.shape[2] != 1 and t.size != x.size)
     tile = tiling(
         view.tile_shape, machine, moving=moving, temporary=12 if activation is None and coding is None else 20,
-        fixed=fixed, rows=rows, chunk=chunk, residency=residency, pooled=view.pooled,
+        **lane_bytes(arrays, x.size), rows=rows, chunk=chunk, residency=residency, pooled=view.pooled,
     )  # fmt: skip
     wide = widened(x[:0]).dtype if x.ndim else jnp.float32
     kept = [i for i, use in enumerate((where is not None, centered, centered, True, True)) if use]
@@ -105,11 +104,12 @@ def row_norm(
     )  # fmt: skip
     residual = found.pop() if residual_dtype is not None else None
     sides = [side[:, :, i : i + 1] for i in range(number)]
-    values: list[Array | None] = [None] * 5
+    values: list[Any] = [None] * 5
     for i in kept:
         values[i] = sides.pop(0)
-    codes = found if coders else []
-    return RowNorm(None if coders else found[0], residual, *values, codes, sides)  # type: ignore[arg-type]
+    count, mean, low, m2, rstd = values
+    y, codes = (None, found) if coders else (found[0], [])
+    return RowNorm(y, residual, count, mean, low, m2, rstd, codes, sides)
 
 
 def row_moments(

@@ -21,7 +21,7 @@ from normlib.kernels.affine import as_bytes, centred, grad_tile
 from normlib.kernels.machine import Machine
 from normlib.kernels.phases import Columns, Out, Phase, run_rows
 from normlib.kernels.tile import Chunk, weighted, widened
-from normlib.kernels.tiling import Tiling, tiling
+from normlib.kernels.tiling import Tiling, lane_bytes, tiling
 from normlib.kernels.view import View
 
 # What may be summed over rows
@@ -86,15 +86,17 @@ def row_norm_grad(
     dtypes = [dtype for _, dtype in outs] + ([] if behind_dtype is None else [behind_dtype])
     moving = sum(2 * t.dtype.itemsize for t in arrays if t.size == x.size)
     moving += sum(2 * jnp.dtype(d).itemsize for d in dtypes) + (8 if len(terms) > 1 else 0)
-    fixed = sum(2 * t.dtype.itemsize for t in arrays if t.shape[2] != 1 and t.size != x.size)
+    lanes = lane_bytes(arrays, x.size)
     options: dict[str, Any] = {
-        "moving": moving, "temporary": 12 if activation is None else 28, "rows": rows, "chunk": chunk,
+        "moving": moving, "temporary": 16 if activation is None else 28, "rows": rows, "chunk": chunk,
         "residency": residency, "pooled": view.pooled,
     }  # fmt: skip
     collected = tuple(wanted) if machine.sequential and not machine.masked else ()
-    tile = _staying(tiling(view.tile_shape, machine, **options, fixed=fixed + 12 * len(collected)))
+    held = lanes | {"fixed": lanes["fixed"] + 12 * len(collected)}
+    more = options | {"temporary": options["temporary"] + 4}
+    tile = _staying(tiling(view.tile_shape, machine, **more, **held))
     if tile is None or not collected:
-        collected, tile = (), tiling(view.tile_shape, machine, **options, fixed=fixed)
+        collected, tile = (), tiling(view.tile_shape, machine, **options, **lanes)
     wide = widened(x[:0]).dtype if x.ndim else jnp.float32
     left = len(collected) < len(wanted)
     body = _Body(view, weights or (1.0,) * len(terms), given, activation, outs, behind_dtype, collected, by_row, left)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from normlib.kernels.affine import MOST_LANES, as_bytes
+from normlib.kernels.affine import MOST_LANES, as_bytes, elementwise
 from normlib.kernels.machine import Machine
 from normlib.kernels.tile import (
     Chunk,
@@ -53,6 +53,12 @@ def sums(
     """
     x = operands[0]
     assert x is not None
+    if not axes:  # nothing to sum: the terms themselves
+        wide = wide_dtype(x.dtype)
+        return tuple(
+            elementwise(lambda *t, i=i: terms(*t)[i], operands, name=name, dtype=wide, machine=machine)
+            for i in range(number)
+        )
     run = last_run(x.shape, axes)
     rest = tuple(a for a in axes if a not in run)
     options: dict[str, Any] = {"number": number, "machine": machine, "rows": rows, "chunk": chunk}

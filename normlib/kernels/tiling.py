@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jax.experimental import pallas as pl
+from jaxtyping import Array
 
 from normlib.kernels.machine import Machine
 from normlib.kernels.tile import lanes_per_tile, rows_per_tile
@@ -32,7 +34,7 @@ STREAMED = (2048, 4096, 1024)  # several rows of 2048 beat one of 4096 on the si
 
 
 def tiling(
-    shape: tuple[int, int, int], machine: Machine, *, moving: int, temporary: int, fixed: int = 0,
+    shape: tuple[int, int, int], machine: Machine, *, moving: int, temporary: int, fixed: int = 0, still: int = 0,
     rows: int | None = None, chunk: int | None = None, residency: str | None = None, pooled: bool = False,
 ) -> Tiling:  # fmt: skip
     """What fits: whole rows with their temporaries, else resident rows in chunks, else streamed rows.
@@ -43,6 +45,7 @@ def tiling(
       moving: bytes per element that stay for the row: operands and outputs of the full shape, twice.
       temporary: bytes per element of float32 values in use at once.
       fixed: bytes per lane that a tile holds once: operands of one row, twice.
+      still: likewise of operands that are one row for all tiles, once: rows that stay need no second buffer for them.
       rows, chunk, residency: asked for, or None.
       pooled: a tile holds all M rows; see `pooled_fits`.
     """
@@ -55,7 +58,7 @@ def tiling(
         return Tiling(together if pooled else rows_per_tile(m, rows or max(1, 4096 // lanes), machine), lanes, False)
     if rows is not None and chunk is None and residency == "row":
         return Tiling(rows_per_tile(m, rows, machine), l, False)
-    cuts = _Cuts(m, l, machine, moving, temporary, fixed, pooled)
+    cuts = _Cuts(m, l, machine, moving, temporary, fixed, still, pooled)
     chunks = [chunk] if chunk is not None else list(CHUNKS)
     found: list[Tiling] = []
     if residency != "stream":
@@ -65,7 +68,7 @@ def tiling(
     if residency == "stream" or not found or (machine.tuner is not None and residency is None):
         found += [t for c in (chunks if chunk is not None else STREAMED) for t in cuts.streamed(c)]
     if not found:
-        size = (machine.tile_bytes // cuts.least - machine.row_bytes) // (moving + temporary + fixed)
+        size = (machine.tile_bytes // cuts.least - machine.row_bytes) // (moving + temporary + fixed + 2 * still)
         found = [Tiling(cuts.least, lanes_per_tile(l, max(1, min(size, *chunks, 4096)), machine), True)]
     if rows is not None and not pooled:
         found = [replace(found[0], rows=rows_per_tile(m, rows, machine))]
@@ -82,6 +85,7 @@ class _Cuts:
     moving: int
     temporary: int
     fixed: int
+    still: int
     pooled: bool = False
 
     @property
@@ -103,16 +107,21 @@ class _Cuts:
     def _padded(self, n: int) -> int:
         return pl.cdiv(n, self.machine.lane_multiple) * self.machine.lane_multiple
 
+    @property
+    def held(self) -> int:
+        """Bytes per lane of a tile that do not depend on its rows, where rows stay."""
+        return self.fixed + self.still
+
     def whole(self) -> list[Tiling]:
         """A row and its temporaries at once."""
         width = self._padded(self.l)
-        return self._tilings(self.l, width * (self.moving + self.temporary), width * self.fixed, False, 4096)
+        return self._tilings(self.l, width * (self.moving + self.temporary), width * self.held, False, 4096)
 
     def resident(self, chunk: int, force: bool) -> list[Tiling]:
         """A row stays, temporaries are of a chunk."""
         lanes = lanes_per_tile(self.l, chunk, self.machine)
         width = pl.cdiv(self.l, lanes) * lanes
-        found = self._tilings(lanes, width * self.moving + lanes * self.temporary, width * self.fixed, False, 16)
+        found = self._tilings(lanes, width * self.moving + lanes * self.temporary, width * self.held, False, 16)
         return found or ([Tiling(self.least, lanes, False)] if force else [])
 
     def streamed(self, chunk: int) -> list[Tiling]:
@@ -120,7 +129,16 @@ class _Cuts:
         lanes = lanes_per_tile(self.l, chunk, self.machine)
         size = lanes * (self.moving + self.temporary)
         again = REREAD // (CORES * self.l * 4)  # rows in flight on all cores, to be found in L2 by the second phase
-        return self._tilings(lanes, size, lanes * self.fixed, True, max(1, min(8192 // lanes, again)))
+        return self._tilings(
+            lanes, size, lanes * (self.fixed + 2 * self.still), True, max(1, min(8192 // lanes, again))
+        )
+
+
+def lane_bytes(arrays: Sequence[Array], full: int) -> dict[str, int]:
+    """`fixed` and `still` of `tiling` for operands as [1|A, 1|M, 1|L], `full` entries being a whole one."""
+    rows = [t for t in arrays if t.shape[2] != 1 and t.size != full]
+    still = sum(t.dtype.itemsize for t in rows if t.shape[:2] == (1, 1))
+    return {"still": still, "fixed": sum(2 * t.dtype.itemsize for t in rows if t.shape[:2] != (1, 1))}
 
 
 MOST_POOLED = 1024  # rows of a tile of a Triton program

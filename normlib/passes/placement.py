@@ -134,7 +134,9 @@ class _Factors:
         """In the notation of `custom_partitioning`, special names in the order in which they appear."""
         sides = [", ".join(" ".join(names) for names in side) for side in (self.operands, self.results)]
         order = list(dict.fromkeys(n for names in self.names for n in names))
-        kinds = {"reduction_factors": set(self.added.values()) - self.whole, "need_replication_factors": self.whole}
+        # a name of some result is no pure reduction to the compiler, though other results are summed over it
+        summed = set(self.added.values()) - self.whole - {n for names in self.results for n in names}
+        kinds = {"reduction_factors": summed, "need_replication_factors": self.whole}
         return " -> ".join(sides), {kind: tuple(n for n in order if n in names) for kind, names in kinds.items()}
 
     def assigned(self, specs: Sequence[Any], mesh: Any) -> dict[str, Any]:

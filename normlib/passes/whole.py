@@ -82,12 +82,12 @@ def forward(
         else:
             own = _own(s.shape, over, where, None, None, xla.sums(s, None, axes=over, where=where)[1])
         rstd = own.rstd(room)
-        centre = (own.mean, own.low) if centered else (None, None)
-        z = xla.mapped(s, *centre, rstd, scale, bias, where)
+        mean, low = (own.mean, own.low) if centered else (None, None)
+        z = xla.mapped(s, mean, low, rstd, scale, bias, where)
         z = z if behind is None else z + wide(behind)
         y = (z if activation is None else activation(z)).astype(dtype)
         full = [y, *([] if residual_dtype is None else [s.astype(residual_dtype)])]
-        return [view.joined(t) for t in (*full, own.m2, rstd, *(centre if centered else ()))]
+        return [view.joined(t) for t in (*full, own.m2, rstd, *((mean, low) if centered else ()))]
 
     dynamic = [] if isinstance(eps, int | float) else [jnp.reshape(eps, jnp.shape(eps) or (1,) * x.ndim)]
     operands = [*terms, scale, bias, where, behind, *dynamic]

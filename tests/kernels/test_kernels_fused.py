@@ -148,8 +148,9 @@ def kernels_of(name, lanes, dtype, rows=60):
 
 
 @pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("lanes", [1, 63, 2048, 5000, 65537])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "lanes, dtype", [(1, "float32"), (63, "bfloat16"), (2048, "float32"), (8192, "bfloat16"), (65537, "float32")]
+)
 def test_tiles_fit_the_unified_buffer(name, lanes, dtype):
     """`simulate` raises CapacityError otherwise."""
     assert all(k.ub.fits for k in kernels_of(name, lanes, dtype))
@@ -168,10 +169,9 @@ def test_a_group_norm_with_its_activation_is_one_kernel_each_way():
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("lanes", [300, 40000])
-def test_they_lower_without_hardware(name, platform, lanes):
+def test_they_lower_without_hardware(name, platform):
     norm, shapes, outputs = FUSED[name]
-    arrays = [jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes(64, lanes)]
+    arrays = [jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes(64, 300)]
     cotangents = (arrays[0],) * outputs if outputs > 1 else arrays[0]
     backend = PallasPass("gpu" if platform == "cuda" else "tpu", interpret=False)
     assert sim_npu.lower_check(with_grads(norm, backend), cotangents, *arrays, platform=platform).custom_calls
