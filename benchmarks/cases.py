@@ -18,7 +18,7 @@ import numpy as np
 from normlib.kernels.affine import affine_tile, elementwise, grad_tile
 from normlib.kernels.machine import Machine
 from normlib.kernels.rows import row_norm
-from normlib.kernels.rows_grad import row_norm_grad
+from normlib.kernels.rows_grad import Given, row_norm_grad
 from normlib.kernels.sums import sums
 from normlib.kernels.view import rows_of
 
@@ -129,7 +129,8 @@ def grad_case(name, shape, dtype, *, weight=None, centered=True, **tiling) -> Ca
         view = rows_of(shape, (len(shape) - 1,), [shape, rows, *(t.shape for t in rest)])
         assert view is not None
         low = None if mean is None else jnp.zeros_like(mean)
-        return (row_norm_grad(x, dy, mean, low, rstd, *rest, view=view, machine=machine, **tiling),)
+        given = Given(dy, mean, low, rstd, *rest)
+        return (row_norm_grad([x], given, view=view, machine=machine, **tiling).ds[0],)
 
     def plain(x, dy, *rest, xp=np):
         mean, rstd = moments(x, xp)

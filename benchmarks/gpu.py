@@ -79,6 +79,7 @@ def medians(
 
 def speed(machine: Machine, case: Case, **options: Any) -> dict[str, Any]:
     """Times in microseconds, GB/s of the bytes that must move, ratios to XLA and to the copy; the error too."""
+    assert case.base is not None  # only such cases are timed
     host = case.arrays()
     arrays = [jnp.asarray(t) for t in host]
     kernel, base = jax.jit(functools.partial(case.call, machine)), jax.jit(case.base)

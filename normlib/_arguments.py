@@ -271,6 +271,15 @@ def number(value, name: str, *, least: float | None = None) -> float:
     return float(value)
 
 
+def known_shape(x: Array, backend: str) -> None:
+    """A ValueError where x (any shape) has sizes that are not known while tracing: kernels are cut to sizes."""
+    if not all(isinstance(n, int) for n in x.shape):
+        raise ValueError(
+            f"`x` has the symbolic shape {tuple(x.shape)}, but backend {backend!r} cuts its kernels to sizes: export "
+            "with sizes, or inside use_backend('xla')."
+        )
+
+
 def split_axis(axis_name):
     """`axis_name`, if there is one.
 

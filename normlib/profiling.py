@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import sim_npu
 from normlib import passes
@@ -56,6 +57,11 @@ class Profile:
         return self._found if self._found is not None else _summed(self._recording)
 
     @property
+    def elsewhere(self) -> list[str]:
+        """Arrays whose norms run as plain XLA inside the npu backend, as "dtype shape": float64 and complex ones."""
+        return list(self._recording.elsewhere)
+
+    @property
     def launches(self) -> int:
         """Kernel launches in all."""
         return sum(op.launches for op in self.operators)
@@ -71,18 +77,22 @@ class Profile:
         return sum(op.bytes for op in self.operators)
 
     def __str__(self) -> str:
+        without = [f"without kernels, as plain XLA: {', '.join(self.elsewhere)}"] if self.elsewhere else []
+        if not self.operators:
+            nothing = "norms: no kernel ran; only norms inside use_backend('npu') are counted, while they run"
+            return "\n".join([nothing, *without])
         total = self.us or 1.0
         lines = [
             f"norms: {self.us:.1f} us in {self.launches} kernel launches, {self.bytes / 1e6:.2f} MB   (a model)",
-            f"{'kernel':<20} {'shape':<20} {'dtype':<9} {'launches':>8} {'us each':>9} {'us':>10} {'share':>6} "
-            f"{'MB':>9}  bound",
+            f"{'kernel':<20} {'shape':<20} {'dtype':<9} {'chip':<8} {'launches':>8} {'us each':>9} {'us':>10} "
+            f"{'share':>6} {'MB':>9}  bound",
         ]
         for op in self.operators:
             lines.append(
-                f"{op.name:<20} {'x'.join(map(str, op.shape)):<20} {op.dtype:<9} {op.launches:>8} "
+                f"{op.name:<20} {'x'.join(map(str, op.shape)):<20} {op.dtype:<9} {op.chip:<8} {op.launches:>8} "
                 f"{op.us / op.launches:9.2f} {op.us:10.1f} {op.us / total:6.0%} {op.bytes / 1e6:9.2f}  {op.bound}"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *without])
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -94,10 +104,14 @@ def profile() -> Iterator[Profile]:
 
     Functions compiled before are traced anew inside, so that their norms are seen; launches are counted while they run
     (a loop's at every turn, every device's under shard_map). A kernel under `jax.vmap` counts once, with the shape it
-    has inside.
+    has inside. What `jax.checkpoint` computes again is not counted again, since JAX repeats no callback; `profile_step`
+    lays it out. Other threads are not seen.
 
     Yields:
-      A `Profile`: `operators`, `launches`, `us`, `bytes`; print it for the table.
+      A `Profile`: `operators`, `launches`, `us`, `bytes`, `elsewhere`; print it for the table.
+
+    Raises:
+      RuntimeError: inside a function that is being traced, where nothing runs yet.
 
     Source: the cost model is `sim_npu.simulate`'s; see docs/simulator.md.
 
@@ -107,6 +121,10 @@ def profile() -> Iterator[Profile]:
     >>> [(op.name, op.launches) for op in found.operators]
     [('layer_norm', 1)]
     """
+    if isinstance(jnp.zeros(()), jax.core.Tracer):
+        raise RuntimeError(
+            "`profile` counts what runs, and inside jit nothing does yet: put it around the jitted call."
+        )
     found = Profile()
     with recording(found._recording):
         yield found
@@ -115,18 +133,24 @@ def profile() -> Iterator[Profile]:
 
 
 def _summed(made: Recording) -> list[OperatorCost]:
-    sums: dict[tuple, OperatorCost] = {}
+    sums: dict[tuple, OperatorCost] = {}  # by chip, not by its name: two may have the same
     for call in made.calls:
         if not call.runs:
             continue
         report = sim_npu.simulate(call.kernel, *call.shapes, chip=call.chip)
         first = call.shapes[0]
         for k in report.kernels:
-            key = (k.name, first.shape, first.dtype.name, report.chip.name)
+            what = (k.name, first.shape, first.dtype.name)
+            key = (*what, report.chip)
             before = sums.get(key)
             n, us, moved = (before.launches, before.us, before.bytes) if before else (0, 0.0, 0)
             sums[key] = OperatorCost(
-                *key, n + call.runs, us + call.runs * k.total_us, moved + call.runs * k.traffic.total, k.bottleneck
+                *what,
+                report.chip.name,
+                n + call.runs,
+                us + call.runs * k.total_us,
+                moved + call.runs * k.traffic.total,
+                k.bottleneck,
             )
     return sorted(sums.values(), key=lambda op: -op.us)
 
@@ -137,9 +161,11 @@ class StepProfile:
 
     Attributes:
       report: the whole step, `sim_npu.StepReport`.
+      elsewhere: arrays whose norms are no kernels, as "dtype shape": float64, complex.
     """
 
     report: sim_npu.StepReport
+    elsewhere: tuple[str, ...] = ()
 
     @property
     def us(self) -> float:
@@ -171,6 +197,7 @@ class StepProfile:
             f"norms: {self.norm_us:.1f} of {self.us:.1f} us ({self.norm_share:.1%}), {self.launches} launches, "
             f"{self.bytes / 1e6:.2f} MB"
         )
+        head += f"\nwithout kernels: {', '.join(self.elsewhere)}" if self.elsewhere else ""
         return f"{head}\n{self.report}"
 
     def _repr_html_(self) -> str:
@@ -187,8 +214,9 @@ def profile_step(fn: Callable[..., Any], *args: Any, chip: Any = "910b2", **opti
       fn: a JAX function that calls norms of normlib (their layers too).
       args: its arguments: arrays, ShapeDtypeStructs or `(shape, dtype)` pairs, nested as `fn` likes.
       chip: name or `sim_npu.ChipSpec`.
-      options: `fuse`, `formats`, `cache` and `branches` of `sim_npu.simulate_step`; of branches the cheapest is laid
-        out by default: a batch norm redoes its statistics only where the running mean is far off.
+      options: keyword arguments of `fn`, and `fuse`, `formats`, `cache` and `branches` of `sim_npu.simulate_step`; of
+        branches the cheapest is laid out by default: a batch norm redoes its statistics only where the running mean is
+        far off.
 
     Returns:
       `StepProfile`: `us`, `norm_us`, `norm_share`, `launches`, `bytes`; print it for the table.
@@ -201,5 +229,7 @@ def profile_step(fn: Callable[..., Any], *args: Any, chip: Any = "910b2", **opti
     >>> found.launches, 0 < found.norm_share < 1
     (1, True)
     """
-    with passes.use_backend("npu", chip=chip), layout():
-        return StepProfile(sim_npu.simulate_step(fn, *args, chip=chip, **{"branches": "cheapest"} | options))
+    seen = Recording()
+    with passes.use_backend("npu", chip=chip), layout(), recording(seen):
+        report = sim_npu.simulate_step(fn, *args, chip=chip, **{"branches": "cheapest"} | options)
+    return StepProfile(report, tuple(seen.elsewhere))

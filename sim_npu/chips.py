@@ -311,7 +311,7 @@ def get_chip(chip: str | ChipSpec) -> ChipSpec:
     """
     if isinstance(chip, ChipSpec):
         return chip
-    name = chip.lower()
+    name = chip.lower() if isinstance(chip, str) else ""
     name = _ALIASES.get(name, name)
     if name not in CHIPS:
         raise ValueError(f"`chip` must be one of {', '.join(CHIPS)} or a ChipSpec; got {chip!r}.")

@@ -16,16 +16,29 @@ from sim_npu.simulate import Kernel, as_shape, simulate
 GOOD_COPY = 16 * 1024  # bytes from which a copy reaches good bandwidth, AscendC manual
 
 
+# What a field of a plan is called in articles about tuning Ascend operators.
+KNOBS = {
+    "queue_depth": "enable_double_buffer",
+    "in_place": "enable_inplace",
+    "cores": "scheduler_policy=balanced",
+    "rows": "reduce_unit_size",
+    "chunk": "reduce_unit_size",
+    "residency": "reduce_unit_size",
+}
+
+
 @dataclass(frozen=True)
 class Hint:
-    """Advice: what to do, what it saves (µs, simulated; 0 where it was not), and the plan, if it is one."""
+    """Advice: what to do, what it saves (µs, simulated; 0 where it was not), the plan, if it is one, and what articles
+    call the knob that it turns, if they do."""
 
     text: str
     gain_us: float
     plan: TilePlan | None = None
+    knob: str | None = None
 
     def __str__(self) -> str:
-        return self.text
+        return self.text if self.knob is None else f"{self.text} [{self.knob}]"
 
 
 def hints(
@@ -53,7 +66,8 @@ def hints(
             return
         gain = base.total_us - other.total_us
         if gain > 0.005 * base.total_us:
-            found.append(Hint(what(other, gain), gain, changed))
+            turned = (KNOBS.get(name) for name in KNOBS if getattr(changed, name) != getattr(plan, name))
+            found.append(Hint(what(other, gain), gain, changed, next(turned, None)))
 
     def effect(other: SimReport, gain: float) -> str:
         return f"-{gain / base.total_us:.0%} ({base.total_us:.1f} -> {other.total_us:.1f} us)"

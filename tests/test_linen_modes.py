@@ -333,7 +333,7 @@ def test_an_illegal_virtual_batch_size_lists_the_legal_ones_in_training_only():
         layer.apply(variables, X, mutable=["batch_stats"], **TRAIN)
 
 
-@pytest.mark.parametrize("guide", ["layers", "statistics"])
+@pytest.mark.parametrize("guide", ["layers", "statistics", "backends"])
 def test_the_examples_of_a_guide_hold(guide):
     path = Path(__file__).resolve().parents[1] / "docs" / f"{guide}.md"
     failed, tried = doctest.testfile(str(path), module_relative=False)

@@ -45,6 +45,21 @@ def _machine(machine: str | Machine) -> Machine:
     return MACHINES[machine]
 
 
+def _check(x: Array, machine: str | Machine, *, same=None, lanes=None, rows=None) -> None:
+    """Raise unless x is `[N, D]` and the arrays named in `same`, `lanes` and `rows` are `[N, D]`, `[D]` and `[N]`."""
+    if len(x.shape) != 2 or 0 in x.shape or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"`x` must be a float array [N, D] with N, D > 0; got {x.dtype}{list(x.shape)}.")
+    for wanted, given in ((x.shape, same), (x.shape[1:], lanes), (x.shape[:1], rows)):
+        for name, t in (given or {}).items():
+            if t is not None and tuple(t.shape) != tuple(wanted):
+                raise ValueError(f"`{name}` must have shape {tuple(wanted)} beside x {x.shape}; got {tuple(t.shape)}.")
+    if _machine(machine).name == "npu" and not isinstance(x, jax.core.Tracer):
+        raise ValueError(
+            "`machine` 'npu' is a simulated core: for values call sim_npu.emulate(kernel, x, ...), for time "
+            "sim_npu.simulate(kernel, x, ...); machine='cpu' runs the kernel in Pallas' interpreter."
+        )
+
+
 def layer_norm(
     x: Float[Array, "N D"],
     scale: Float[Array, " D"] | None = None,
@@ -67,13 +82,15 @@ def layer_norm(
       y `[N, D]` in x's dtype; mean, sum of squared deviations and 1 / sqrt(var + eps), `[N]` in float32.
 
     Raises:
-      ValueError: for an unknown machine.
+      ValueError: for an unknown machine, shapes that do not fit, or arrays (not traced ones) given to machine "npu",
+        which `sim_npu.emulate` and `sim_npu.simulate` run.
 
     Source: Ba, Kiros and Hinton 2016; Chan et al. 1979 for the merge of chunks.
 
     >>> layer_norm(jnp.arange(8.0).reshape(2, 4), machine="cpu")[1].tolist()
     [1.5, 5.5]
     """
+    _check(x, machine, lanes={"scale": scale, "bias": bias})
     view = _rows(x, scale, bias)
     out = row_norm([x], _lanes(scale), _lanes(bias), view=view, eps=eps, machine=_machine(machine), **_tiling(plan))
     assert out.mean is not None
@@ -100,6 +117,7 @@ def rms_norm(
     >>> rms_norm(jnp.full((1, 4), 2.0), machine="cpu")[0].round(3).tolist()
     [[1.0, 1.0, 1.0, 1.0]]
     """
+    _check(x, machine, lanes={"scale": scale})
     view = _rows(x, scale)
     out = row_norm(
         [x], _lanes(scale), view=view, eps=eps, centered=False, machine=_machine(machine), **_tiling(plan)
@@ -140,9 +158,9 @@ def add_layer_norm(
 
     Args: as `layer_norm`, with x2 of x1's shape.
 
-    >>> y = add_layer_norm(jnp.arange(4.0)[None], jnp.zeros((1, 4)), machine="cpu")[0]
-    >>> np.float64(y).round(2).tolist()
-    [[-1.34, -0.45, 0.45, 1.34]]
+    >>> y, _, _ = add_layer_norm(jnp.arange(4.0)[None], jnp.zeros((1, 4)), machine="cpu")
+    >>> print(np.asarray(y).round(2))
+    [[-1.34 -0.45  0.45  1.34]]
     """
     return _add_norm(x1, x2, scale, bias, True, eps, plan, machine)
 
@@ -165,6 +183,7 @@ def layer_norm_grad(
     >>> layer_norm_grad(x, jnp.ones((1, 4)), jnp.array([1.5]), jnp.array([0.9]), machine="cpu").round(3).tolist()
     [[0.0, 0.0, 0.0, 0.0]]
     """
+    _check(x, machine, same={"dy": dy}, rows={"mean": mean, "rstd": rstd}, lanes={"scale": scale})
     view = _rows(x, scale)
     mean, low, rstd = (t.reshape(-1, 1) for t in (mean, jnp.zeros_like(mean), rstd))
     given = Given(dy, mean, low, rstd, _lanes(scale))
@@ -187,6 +206,7 @@ def rms_norm_grad(
     >>> rms_norm_grad(jnp.ones((1, 4)), jnp.ones((1, 4)), jnp.ones(1), machine="cpu").tolist()
     [[0.0, 0.0, 0.0, 0.0]]
     """
+    _check(x, machine, same={"dy": dy}, rows={"rstd": rstd}, lanes={"scale": scale})
     view = _rows(x, scale)
     given = Given(dy, None, None, rstd.reshape(-1, 1), _lanes(scale))
     return row_norm_grad([x], given, view=view, machine=_machine(machine), **_tiling(plan)).ds[0].reshape(x.shape)
@@ -202,6 +222,7 @@ def channel_sums(
     >>> [t.tolist() for t in channel_sums(jnp.ones((3, 2)), machine="cpu")]
     [[3.0, 3.0], [3.0, 3.0]]
     """
+    _check(x, machine)
     found = sums(
         lambda x: (x, x * x), [x], axes=(0,), number=2, name="channel_sums", machine=_machine(machine), **_tile(plan)
     )  # fmt: skip
@@ -224,6 +245,7 @@ def channel_grad_sums(
     >>> [t.tolist() for t in channel_grad_sums(*[jnp.ones((3, 2))] * 2, jnp.zeros(2), jnp.ones(2), machine="cpu")]
     [[3.0, 3.0], [3.0, 3.0]]
     """
+    _check(x, machine, same={"dy": dy}, lanes={"mean": mean, "rstd": rstd})
     found = sums(
         lambda x, dy, mean, rstd: (dy, dy * ((x - mean) * rstd)), [x, dy, _lanes(mean), _lanes(rstd)], axes=(0,),
         number=2, name="channel_grad_sums", machine=_machine(machine), **_tile(plan),
@@ -248,6 +270,7 @@ def channel_affine(
     >>> channel_affine(jnp.ones((1, 2)), jnp.ones(2), jnp.ones(2), None, jnp.ones(2), machine="cpu").tolist()
     [[1.0, 1.0]]
     """
+    _check(x, machine, lanes={"mean": mean, "rstd": rstd, "scale": scale, "bias": bias})
     operands = [x, *(_lanes(t) for t in (mean, jnp.zeros_like(mean), rstd, scale, bias))]
     return elementwise(
         affine_tile, operands, name="channel_affine", dtype=x.dtype, machine=_machine(machine), **_tile(plan)
@@ -274,6 +297,8 @@ def channel_grad(
     >>> channel_grad(jnp.ones((1, 2)), jnp.ones((1, 2)), ones, ones, None, ones, ones, machine="cpu").tolist()
     [[0.0, 0.0]]
     """
+    lanes = {"mean": mean, "rstd": rstd, "weight": weight, "c1": c1, "c0": c0}
+    _check(x, machine, same={"dy": dy}, lanes=lanes)
     operands = [x, dy, *(_lanes(t) for t in (mean, jnp.zeros_like(mean), rstd, weight, c1, c0))]
     return elementwise(
         grad_tile, operands, name="channel_grad", dtype=x.dtype, machine=_machine(machine), **_tile(plan)
@@ -281,6 +306,7 @@ def channel_grad(
 
 
 def _add_norm(x1, x2, scale, bias, centered, eps, plan, machine) -> tuple[Array, Array, Array]:
+    _check(x1, machine, same={"x2": x2}, lanes={"scale": scale, "bias": bias})
     out = row_norm(
         [x1, x2], _lanes(scale), _lanes(bias), view=_rows(x1, scale, bias), eps=eps, centered=centered,
         residual_dtype=x1.dtype, machine=_machine(machine), name="add_layer_norm" if centered else "add_rms_norm",

@@ -181,7 +181,10 @@ class _Body:
 
     def _sum(self, t: Array) -> Array:
         """Of a row, `[rows, 1]`; of all rows, `[1, 1]`, where they are pooled."""
-        return jnp.sum(t, (0, 1) if self.pooled else 1, keepdims=True)
+        if self.pooled and not self.machine.masked:
+            return jnp.sum(t, (0, 1), keepdims=True)
+        t = jnp.sum(t, 1, keepdims=True)
+        return jnp.sum(t, 0, keepdims=True) if self.pooled else t  # Triton (JAX 0.12) sums along one axis at a time
 
     def measured(self, chunk: Chunk, refs: Sequence[Any]) -> tuple[Any, Array, Array]:
         """(count, mean, deviations) of a chunk: float32, a column or a number, a column, `[rows, size]`."""

@@ -86,13 +86,13 @@ def row_norm_grad(
     dtypes = [dtype for _, dtype in outs] + ([] if behind_dtype is None else [behind_dtype])
     moving = sum(2 * t.dtype.itemsize for t in arrays if t.size == x.size)
     moving += sum(2 * jnp.dtype(d).itemsize for d in dtypes) + (8 if len(terms) > 1 else 0)
-    lanes = lane_bytes(arrays, x.size)
+    lanes: dict[str, Any] = lane_bytes(arrays, x.size)
     options: dict[str, Any] = {
         "moving": moving, "temporary": 16 if activation is None else 28, "rows": rows, "chunk": chunk,
         "residency": residency, "pooled": view.pooled,
     }  # fmt: skip
     collected = tuple(wanted) if machine.sequential and not machine.masked else ()
-    held = lanes | {"fixed": lanes["fixed"] + 12 * len(collected)}
+    held: dict[str, Any] = lanes | {"fixed": lanes["fixed"] + 12 * len(collected)}
     more = options | {"temporary": options["temporary"] + 4}
     tile = _staying(tiling(view.tile_shape, machine, **more, **held))
     if tile is None or not collected:

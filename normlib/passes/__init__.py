@@ -6,6 +6,7 @@ The engine asks for five functions and never knows which backend answers; a back
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -69,8 +70,8 @@ def use_backend(name: str, **options: Any):
     Args:
       name: "xla" (plain JAX), "pallas" (tile kernels on a GPU or TPU, or interpreted) or "npu" (the same kernels on a
         simulated AI Core).
-      options: of the pass: `platform` and `interpret` of `normlib.passes.pallas.PallasPass`; `chip`, `precision` and
-        `order` of `normlib.passes.npu.NpuPass`.
+      options: of the pass: `platform` and `interpret` of `normlib.passes.pallas.PallasPass`; `chip`, `precision`,
+        `order` and `tune` of `normlib.passes.npu.NpuPass`. A thread started inside runs on "xla" unless it asks too.
 
     Raises:
       ValueError: if there is no such backend, or an option has no such value.
@@ -92,6 +93,10 @@ def checked(backend: Any, **options: Any) -> Any:
         return backend
     if backend not in BACKENDS:
         raise ValueError(f"`backend` must be one of {', '.join(BACKENDS)}; got {backend!r}.")
+    has = list(inspect.signature(BACKENDS[backend]).parameters)
+    for name in options:
+        if name not in has:
+            raise TypeError(f"backend {backend!r} has no option `{name}`; it has {', '.join(has) or 'none'}.")
     return BACKENDS[backend](**options)
 
 

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 import sim_npu
+from normlib import _arguments as check
 from normlib.kernels.machine import MACHINES, Machine
 from normlib.passes.placement import Split, place
-from normlib.passes.recording import lays_out, record
+from normlib.passes.recording import lays_out, left_out, record
 from normlib.passes.tiles import TilePass
 from normlib.passes.tuner import Tuner
 from sim_npu.precision import PrecisionPolicy, resolve
@@ -59,7 +60,7 @@ class NpuPass(TilePass):
     ) -> Any:
         if lays_out():
             return kernel(*arrays)
-        record(kernel, arrays, self.chip)
+        arrays = record(kernel, arrays, self.chip)
 
         def emulated(*arrays: Array) -> Any:
             return sim_npu.emulate(kernel, *arrays, precision=self.policy, statistics=tuple(statistics))
@@ -67,5 +68,9 @@ class NpuPass(TilePass):
         return place(emulated, arrays, split, interpreted=True, partition=False)
 
     def computes(self, x: Array) -> bool:
-        """An AI Core has no float64."""
-        return super().computes(x) and x.dtype != jnp.float64
+        """An AI Core has no float64. What is not computed is noted for a profile."""
+        check.known_shape(x, "npu")
+        able = super().computes(x) and x.dtype != jnp.float64
+        if not able and x.size and x.dtype != jnp.bool_:
+            left_out(x)
+        return able

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from normlib import _arguments as check
 from normlib.kernels.machine import MACHINES, Machine
 from normlib.passes.placement import Split, place
 from normlib.passes.tiles import TilePass
@@ -51,5 +52,6 @@ class PallasPass(TilePass):
 
     def computes(self, x: Array) -> bool:
         """No kernels of float64 on a GPU or TPU, nor of float16 on a TPU (Mosaic refuses its loads)."""
+        check.known_shape(x, "pallas")
         refused = {"tpu": (jnp.float64, jnp.float16), "gpu": (jnp.float64,)}.get(self.machine.name, ())
         return super().computes(x) and (self.machine.interpret or x.dtype not in refused)

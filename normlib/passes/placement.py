@@ -68,8 +68,8 @@ def _placed(kernel: Kernel, split: Split, interpreted: bool, partition: bool, le
         if any(varying(t) for t in arrays):
             return _untyped(kernel, arrays) if interpreted else kernel(*arrays)
         mesh = jax.sharding.get_abstract_mesh()
-        # inside shard_map every device runs its own call already
-        alone = mesh.manual_axes or not partition
+        # inside shard_map every device runs its own call already, and a mesh of an abstract device has nothing to split
+        alone = mesh.manual_axes or not partition or getattr(mesh, "abstract_device", None) is not None
         run = kernel if alone else functools.partial(_partitioned, kernel, split, levels)
         typed = [jax.typeof(t).sharding for t in arrays]
         explicit = next((s.mesh for s in typed if any(axes is not None for axes in s.spec)), None)

@@ -212,7 +212,8 @@ class TilePass:
 
         @call.defjvp
         def _(primals, tangents):
-            _, dots = jax.jvp(lambda *arrays: formula(*full(arrays)), primals, tangents)
+            with xla.unstaged():
+                _, dots = jax.jvp(lambda *arrays: formula(*full(arrays)), primals, tangents)
             return call(*primals), dots
 
         return call(*(operands[i] for i in present))

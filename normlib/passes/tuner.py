@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxtyping import Array
 
 import sim_npu
 from normlib.kernels.tiling import Tiling
+from sim_npu.chips import CHIPS
 from sim_npu.footprint import CapacityError
 
 _table: dict[str, Tiling] = {}
@@ -34,9 +36,11 @@ class Tuner:
         """The fastest of `tilings` for `build(tiling, *operands)`."""
         shapes = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in operands]
         spec = sim_npu.get_chip(self.chip)
-        key = " ".join([spec.name, name, *(f"{t.dtype.name}{list(t.shape)}".replace(" ", "") for t in shapes)])
+        operands_text = (f"{t.dtype.name}{list(t.shape)}".replace(" ", "") for t in shapes)
+        key = " ".join([_called(spec), name, *operands_text])
         if key not in _table:
-            _table[key] = min(tilings, key=lambda t: self._us(build, t, shapes))
+            distinct = list(dict.fromkeys(replace(t, others=()) for t in tilings))
+            _table[key] = min(distinct, key=lambda t: self._us(build, t, shapes))
         return _table[key]
 
     def _us(self, build: Callable[..., Any], tiling: Tiling, shapes: Sequence[jax.ShapeDtypeStruct]) -> float:
@@ -47,6 +51,13 @@ class Tuner:
             return sim_npu.simulate(call, *shapes, chip=self.chip, explain_capacity=False).total_us
         except CapacityError:
             return float("inf")
+
+
+def _called(spec: sim_npu.ChipSpec) -> str:
+    """Its name; of a chip that is not the preset of that name, with a mark of its numbers: what fits differs."""
+    if CHIPS.get(spec.name) == spec:
+        return spec.name
+    return f"{spec.name}-{hashlib.sha256(repr(spec).encode()).hexdigest()[:8]}"
 
 
 def tuned() -> dict[str, Tiling]:

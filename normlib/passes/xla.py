@@ -7,6 +7,8 @@ without, 9.1 ms with; extra memory 2-12 times x without, none with). Other platf
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 from typing import Any
 
@@ -19,12 +21,26 @@ from normlib._varying import varying
 from normlib.moments import Moments, about, abs_squared, count_entries, divided
 from normlib.precision import wide
 
+_staged = contextvars.ContextVar("staged", default=True)
+
+
+@contextlib.contextmanager
+def unstaged():
+    """Formulas traced inside have no barriers: JAX 0.12 cannot transpose one that holds tangents beside constants."""
+    token = _staged.set(False)
+    try:
+        yield
+    finally:
+        _staged.reset(token)
+
 
 def own_copy(*operands: Any) -> tuple[Any, ...]:
     """The operands (arrays of any shapes, deferred arrays, or None), behind a barrier when lowered for CPU.
 
     All go through one barrier: it also orders the passes, so that no copy is shared with an earlier one.
     """
+    if not _staged.get():
+        return operands
     present, structure = jax.tree.flatten(operands)
     if any(varying(t) for t in present):
         # platform_dependent refuses branches of different varying types (jax 0.10): decide while tracing

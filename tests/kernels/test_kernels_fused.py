@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,18 +12,11 @@ import sim_npu
 from normlib.passes.npu import NpuPass
 from normlib.passes.pallas import PallasPass
 from tests import reference
+from tests.kernels.bare import Laid, lowered_for
 from tests.reference import assert_rounded, assert_sum
 
 MACHINES = {"cpu": PallasPass("cpu"), "gpu": PallasPass("gpu", interpret=True), "npu": NpuPass()}
 on_machines = pytest.mark.parametrize("backend", MACHINES.values(), ids=MACHINES)
-
-
-@dataclasses.dataclass(frozen=True)
-class Laid(NpuPass):
-    """The kernels of the npu pass as plain Pallas calls, for the simulator and for counting."""
-
-    def run(self, kernel, arrays, statistics):
-        return kernel(*arrays)
 
 
 def with_grads(norm, backend):
@@ -173,5 +164,6 @@ def test_they_lower_without_hardware(name, platform):
     norm, shapes, outputs = FUSED[name]
     arrays = [jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes(64, 300)]
     cotangents = (arrays[0],) * outputs if outputs > 1 else arrays[0]
-    backend = PallasPass("gpu" if platform == "cuda" else "tpu", interpret=False)
-    assert sim_npu.lower_check(with_grads(norm, backend), cotangents, *arrays, platform=platform).custom_calls
+    assert sim_npu.lower_check(
+        with_grads(norm, lowered_for(platform)), cotangents, *arrays, platform=platform
+    ).custom_calls

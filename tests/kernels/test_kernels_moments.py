@@ -10,8 +10,8 @@ import pytest
 import normlib as nl
 import sim_npu
 from normlib.passes.npu import NpuPass
-from normlib.passes.pallas import PallasPass
-from tests.kernels.test_kernels_fused import Laid, on_machines
+from tests.kernels.bare import Laid, lowered_for
+from tests.kernels.test_kernels_fused import on_machines
 
 
 @on_machines
@@ -65,7 +65,7 @@ def test_odd_channel_counts_fit_the_unified_buffer(axis, shape):
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("axis, shape", [(-1, (5000, 64)), (1, (40, 64, 300))])
 def test_they_lower_without_hardware(axis, shape, platform):
-    backend = PallasPass("gpu" if platform == "cuda" else "tpu", interpret=False)
+    backend = lowered_for(platform)
     norm = lambda x: nl.batch_norm(x, axis=axis, backend=backend)[0]  # noqa: E731
     x = jax.ShapeDtypeStruct(shape, "bfloat16")
     assert sim_npu.lower_check(norm, x, platform=platform).custom_calls

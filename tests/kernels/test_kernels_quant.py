@@ -10,8 +10,8 @@ import pytest
 import normlib as nl
 import sim_npu
 from normlib.passes.npu import NpuPass
-from normlib.passes.pallas import PallasPass
-from tests.kernels.test_kernels_fused import Laid, draw, on_machines
+from tests.kernels.bare import Laid, lowered_for
+from tests.kernels.test_kernels_fused import draw, on_machines
 
 SMOOTH = jnp.linspace(0.5, 2.0, 301)
 ZERO_POINT = jnp.arange(301) % 41 - 20
@@ -87,7 +87,7 @@ def test_codes_are_all_that_is_written_and_tiles_fit(lanes):
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("kind", ["static", "dynamic", "dual", "dynamic_e4m3"])
 def test_they_lower_without_hardware(kind, platform):
-    backend = PallasPass("gpu" if platform == "cuda" else "tpu", interpret=False)
+    backend = lowered_for(platform)
     x = jax.ShapeDtypeStruct((64, 301), "bfloat16")
     norm = lambda x: nl.layer_norm(x, quant=KINDS[kind], backend=backend)  # noqa: E731
     assert sim_npu.lower_check(norm, x, platform=platform).custom_calls

@@ -120,6 +120,9 @@ def test_hints_are_simulated_ranked_and_come_true():
 
     gains = [h.gain_us for h in found]
     assert gains == sorted(gains, reverse=True) and gains[0] > 0
+    assert next(h.knob for h in found if "queue depth" in h.text) == "enable_double_buffer"
+    assert next(h.knob for h in found if "all cores" in h.text) == "scheduler_policy=balanced"
+    assert "[enable_double_buffer]" in " ".join(map(str, found))
     assert any("queue depth 2 hides" in h.text for h in found) and any("all cores" in h.text for h in found)
     for hint in found:
         if hint.plan is not None:
