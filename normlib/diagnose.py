@@ -118,7 +118,7 @@ def batch_stats_report(
         gradient  a gradient that is zero in the dtype `half`, of a channel that is not dead
 
     Args:
-      batch_stats: running statistics as stored, concrete arrays.
+      batch_stats: running statistics as stored, concrete arrays, `mean` and `var` of shape [C] beside each other.
       moments: tree of `Moments` of a batch, from `linen_tools.apply_with_moments` or `nnx_tools.call_with_moments`.
       eps: that of the norms.
       drift: threshold in standard deviations, and in doublings of the variance.

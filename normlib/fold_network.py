@@ -85,7 +85,7 @@ def fold(
 
     Args:
       params: nested dicts of arrays: linen's collection, or `nnx.to_pure_dict(nnx.state(model, nnx.Param))`.
-      batch_stats: the running statistics, likewise.
+      batch_stats: the running statistics, likewise, of shape [C] for a norm over C channels.
       pairs: `FoldPair`s, or ("Conv_0", "BatchNorm_0") for one with Flax's layout and eps 1e-5.
       remove_norms: False keeps the tree's structure, so that the same model runs it: folded norms become the identity
         (mean 0, var 1 - eps, scale 1), and where the layer has no bias the norm holds it. True takes the norms out

@@ -130,9 +130,9 @@ def fold_batch_norm_conv(
 
     Args:
       kernel: any rank; computed in float32 (float64 for float64), returned in its dtype.
-      bias: of the convolution, or None for zeros.
-      mean, var: the norm's statistics, as many as the convolution has input channels C.
-      scale, norm_bias: the norm's parameters, or None for ones and zeros.
+      bias: of the convolution, of shape [O] for O output channels, or None for zeros.
+      mean, var: the norm's statistics, of shape [C]: as many as the convolution has input channels.
+      scale, norm_bias: the norm's parameters, of shape [C], or None for ones and zeros.
       padding: the convolution's: "VALID", or (0, 0) for every axis.
       eps: of the norm, in units of its input squared.
       scale_offset: added to `scale` in float32.
@@ -187,7 +187,8 @@ def fold_dense_batch_norm(
 ) -> Folded:
     """A dense layer followed by batch norm as one dense layer: kernel * a, (bias - mean) * a + norm_bias.
 
-    Args, returns, raises: as `fold_conv_batch_norm`, for a kernel of layout "IO" (Flax) or "OI" (PyTorch).
+    Args, returns, raises: as `fold_conv_batch_norm`, for a kernel of shape [I, O] (layout "IO", Flax) or [O, I] ("OI",
+    PyTorch); everything else has shape [O].
 
     >>> fold_dense_batch_norm(jnp.ones((3, 1)), None, jnp.ones(1), jnp.full(1, 4.0), eps=0.0).bias
     Array([-0.5], dtype=float32)
@@ -211,7 +212,8 @@ def fold_batch_norm_dense(
 ) -> Folded:
     """Batch norm followed by a dense layer as one dense layer: a[:, None] * kernel, bias + b @ kernel.
 
-    Args, returns, raises: as `fold_batch_norm_conv`, for a kernel of layout "IO" (Flax) or "OI" (PyTorch).
+    Args, returns, raises: as `fold_batch_norm_conv`, for a kernel of shape [I, O] (layout "IO", Flax) or [O, I] ("OI",
+    PyTorch); the layer's bias has shape [O], everything of the norm [I].
 
     >>> fold_batch_norm_dense(jnp.ones((1, 2)), None, jnp.ones(1), jnp.full(1, 4.0), eps=0.0).bias
     Array([-0.5, -0.5], dtype=float32)
@@ -238,10 +240,10 @@ def fold_rms_norm_dense(
     The norm itself stays, without scale and bias. Where several layers read the norm (query, key, value), fold each.
 
     Args:
-      kernel: computed in float32 (float64 for float64), returned in its dtype.
-      bias: of the dense layer, or None for zeros.
-      scale: of the norm, or None for ones.
-      norm_bias: of the norm, or None for zeros.
+      kernel: shape [I, O], or [O, I] by `layout`; computed in float32 (float64 for float64), returned in its dtype.
+      bias: of the dense layer, shape [O], or None for zeros.
+      scale: of the norm, shape [I], or None for ones.
+      norm_bias: of the norm, shape [I], or None for zeros.
       scale_offset: added to `scale` in float32: 1 for Gemma's (1 + scale).
       layout: "IO" (Flax) or "OI" (PyTorch).
 

@@ -188,7 +188,8 @@ def add_rms_norm_cast(
     Args, raises: as `add_rms_norm`; `options` are its keyword arguments.
 
     Returns:
-      `AddNormCastOutput(y, y_wide, residual, moments)` with y_wide equal to y. Cotangents of both are added.
+      `AddNormCastOutput(y, y_wide, residual, moments)`, all but the moments in x1's shape, with y_wide equal to y.
+      Cotangents of both are added.
 
     Source: ops-nn's AddRmsNormCast.
 

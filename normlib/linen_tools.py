@@ -33,7 +33,8 @@ def apply_with_moments(module: nn.Module, variables: Any, *args, mutable: Any = 
         dropped unless "batch_stats" is among them.
 
     Returns:
-      (what `apply` returns, moments): the latter in the structure of `batch_stats`, with one `Moments` per layer.
+      (what `apply` returns, moments): the latter in the structure of `batch_stats`, with one `Moments` per layer,
+        its entries of the shape of the running statistics.
 
     Raises:
       TypeError: for a `mutable` of another kind.

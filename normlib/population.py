@@ -53,8 +53,8 @@ def merge_moments(moments: Tree, other: Tree) -> Tree:
     empty set to start a scan from.
 
     Args:
-      moments: tree of Moments (or one).
-      other: a tree of the same structure.
+      moments: tree of Moments (or one), of any shapes.
+      other: a tree of the same structure and shapes.
 
     Returns:
       The same tree. Counts are int32: from 2**31 entries on the count is -1 and mean and m2 are NaN, which
@@ -71,11 +71,11 @@ def merge_devices(moments: Tree, axis_name: str | Sequence[str]) -> Tree:
     """The moments of all devices together, weighted by true counts: one all-gather for the whole tree.
 
     Args:
-      moments: tree of Moments of each device's own entries; an empty device weighs nothing.
+      moments: tree of Moments of each device's own entries, of any shapes; an empty device weighs nothing.
       axis_name: mesh axis or axes, bound by jax.shard_map, jax.pmap or jax.vmap.
 
     Returns:
-      The same tree, equal to the bit on every device.
+      The same tree in the same shapes, equal to the bit on every device.
 
     Raises:
       NameError: if `axis_name` is not bound here.
@@ -164,7 +164,7 @@ def precise_batch_stats(
 
         Layers see what the network feeds them in the mode in which `measure` runs it, training mode as a rule.
       batches: the stream, read once. Inside jax.shard_map a list (or array, along its first axis) of local batches.
-      batch_stats: the statistics to replace.
+      batch_stats: the statistics to replace, in the shapes of the moments: [C] for a norm over C channels.
       axis_name: mesh axis or axes to merge over, when called inside jax.shard_map or jax.pmap. Under jit with a
         globally sharded batch leave it None: moments are global there.
       unbiased: store m2 / (n - 1), PyTorch's convention, instead of m2 / n.
@@ -205,7 +205,7 @@ def adapt_batch_stats(
     Args:
       measure: batch -> tree of Moments; see `precise_batch_stats`.
       batches: unlabelled target data.
-      batch_stats: the source's statistics.
+      batch_stats: the source's statistics, in the shapes of the moments.
       source_weight: w in [0, 1].
       axis_name: mesh axis or axes to merge over, inside jax.shard_map or jax.pmap.
       unbiased: take the target's m2 / (n - 1) instead of m2 / n.

@@ -81,7 +81,7 @@ STEPS = {
 
 
 def counts(text: str) -> dict[str, int]:
-    """What the last lines of an output say was counted: tests, notebooks, kernels; {} where they count nothing.
+    """What an output says was counted: tests, notebooks, kernels, rows; {} where it counts nothing.
 
     >>> counts("== 3 passed, 1 skipped, 2 warnings in 4.20s ==")
     {'passed': 3, 'skipped': 1}
