@@ -293,7 +293,7 @@ def test_eval_shape_and_grad_of_grad_work_through_a_layer():
         (BatchNorm(**TRAIN, momentum=None, zero_debias=True), X, r"`zero_debias`.*momentum=None"),
         (BatchNorm(**TRAIN, momentum=1.0, zero_debias=True), X, r"`zero_debias`.*momentum=1"),
         (BatchNorm(**TRAIN, frozen=True, track_running_stats=False), X, r"`frozen`.*`track_running_stats=False`"),
-        (BatchNorm(**TRAIN, epsilon=-1.0), X, r"`eps`"),
+        (BatchNorm(**TRAIN, epsilon=-1.0), X, r"`epsilon` must be >= 0"),
         (BatchNorm(**TRAIN, dtype=jnp.int32), X, r"`dtype` must be a floating or complex type; got int32"),
         (BatchNorm(**TRAIN, running="mean"), X, r"`running`"),
         (LayerNorm(reduction_axes=(1, 5)), X, r"`reduction_axes` holds axis 5"),
