@@ -3,16 +3,20 @@ SHELL := /bin/sh
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 JOBS ?= 2
+# A file's tests stay in one worker: they share compiled programs.
+SPREAD := -n $(JOBS) --dist loadfile
 
-.PHONY: demo test test-new lint peers nightly compile-tpu notebooks notebooks-check claims clean
+.PHONY: demo test test-new test-new-family lint peers nightly compile-tpu notebooks notebooks-check claims clean
 
 demo:
 	@tools/setup.sh train
 	$(PY) -m train demo
 
+# Which tests: docs/testing.md says how they are divided; SELECT="" takes all.
+test: SELECT ?= not nightly
 test:
 	@tools/setup.sh dev
-	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not nightly"
+	$(PYTEST) $(SPREAD) -m "$(SELECT)"
 
 lint:
 	@tools/setup.sh dev
@@ -20,11 +24,14 @@ lint:
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-# The tests marked `fast` on the newer JAX, where a Python 3.12 or newer is found.
-test-new:
+# Engine, scope and layers (`fast`), then the other operators (`family`), on the newer JAX where a Python 3.12 or newer is
+# found.
+test-new: SELECT ?= fast and not nightly
+test-new-family: SELECT ?= family and not nightly
+test-new test-new-family:
 	@python=$$(tools/find_python.sh); \
-	if [ -z "$$python" ]; then echo "test-new: skipped, no Python 3.12 or newer found"; \
-	else tools/setup.sh test .venv-new "$$python" && .venv-new/bin/python -m pytest -n $(JOBS) --dist loadgroup -m "fast and not nightly"; fi
+	if [ -z "$$python" ]; then echo "$@: skipped, no Python 3.12 or newer found"; \
+	else tools/setup.sh test .venv-new "$$python" && .venv-new/bin/python -m pytest $(SPREAD) -m "$(SELECT)"; fi
 
 # Comparisons with PyTorch; only a CPU build of the named release is taken.
 peers:
@@ -32,10 +39,10 @@ peers:
 	@tools/install_torch.sh
 	$(PYTEST) tests/peers || [ $$? -eq 5 ]  # 5: every file was skipped by name
 
+# Everything, some hours: the steps and figures of the last run are in docs/nightly.md.
 nightly:
 	@tools/setup.sh dev
-	$(PYTEST) -n $(JOBS) --dist loadgroup
-	$(MAKE) compile-tpu
+	$(PY) tools/nightly.py --write
 
 # Every kernel through the TPU compiler, which needs no TPU: in an environment of its own, skipped where it has none.
 compile-tpu:

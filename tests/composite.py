@@ -5,6 +5,7 @@ A formula is written once, for NumPy (values) and for JAX in float64 (which diff
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -79,13 +80,19 @@ class Composite:
         with jax.enable_x64(True):
             cts = tuple(jnp.asarray(np.asarray(c).astype(np.float64)) for c in cotangents)
             given = {n: jnp.asarray(t) for n, t in wide.items()}
-
-            def total(given):
-                outputs = self.formula(SimpleNamespace(np=jnp, dtype=dtype, **given))[0]
-                return sum((o * c).sum() for o, c in zip(outputs, cts))
-
-            grads = jax.tree.map(np.asarray, jax.jit(jax.grad(total))(given))
+            grads = jax.tree.map(np.asarray, _gradient(self.formula, dtype)(given, cts))
         return (values, sizes), grads
+
+
+@functools.cache
+def _gradient(formula, dtype):
+    """The compiled gradient of a formula for cotangents, shared by all tests of an operator."""
+
+    def total(given, cts):
+        outputs = formula(SimpleNamespace(np=jnp, dtype=dtype, **given))[0]
+        return sum((o * c).sum() for o, c in zip(outputs, cts))
+
+    return jax.jit(jax.grad(total))
 
 
 def check_rounded_once(actual, expected, size, dtype, *, slack=1.0, what="y"):

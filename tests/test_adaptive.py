@@ -12,7 +12,7 @@ import normlib as nl
 from tests import reference
 from tests.distributed import mesh
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.family
 
 
 def draw(*shape, dtype=jnp.float32, seed=0):

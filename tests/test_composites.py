@@ -12,7 +12,7 @@ from tests import reference
 from tests.composite import check_rounded_once
 from tests.composites import BY_NAME, COMPOSITES
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.family
 
 NAMES = [op.name for op in COMPOSITES]
 OWN_RULE = [op.name for op in COMPOSITES if op.own_rule]

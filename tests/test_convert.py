@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from normlib import interop, linen, linen_tools, nnx, nnx_tools
 from tests.distributed import mesh
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.family
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32) + np.arange(8, dtype=np.float32)[:, None]
 

@@ -15,7 +15,7 @@ from normlib import linen, nnx
 from tests import reference
 from tests.distributed import mesh
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.family
 
 
 def draw(*shape, dtype=jnp.float32, mean=0.0, seed=0):

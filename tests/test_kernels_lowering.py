@@ -25,7 +25,7 @@ def lowers(case, machine):
     assert call in found.custom_calls
 
 
-@pytest.mark.fast
+@pytest.mark.family
 @pytest.mark.parametrize("machine", PLATFORMS)
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda c: c.name)
 def test_a_sample_of_kernels_lowers(case, machine):
@@ -39,7 +39,7 @@ def test_every_kernel_lowers(case, machine):
     lowers(case, machine)
 
 
-@pytest.mark.fast
+@pytest.mark.family
 @pytest.mark.parametrize("machine", ["cpu", "gpu"])
 @pytest.mark.parametrize("case", CASES[5::61], ids=lambda c: c.name)
 def test_a_sample_of_kernels_is_right_when_interpreted(case, machine):
@@ -73,7 +73,7 @@ def norms():
     return x, scale, {"layer_norm": layer, "batch_norm": batch}
 
 
-@pytest.mark.fast
+@pytest.mark.family
 @pytest.mark.parametrize("machine", PLATFORMS)
 @pytest.mark.parametrize("name", ["layer_norm", "batch_norm"])
 @pytest.mark.parametrize("transform", ["plain", "vmap"])
@@ -85,7 +85,7 @@ def test_operators_and_their_gradients_lower(name, transform, machine):
     assert PLATFORMS[machine][1] in found.custom_calls
 
 
-@pytest.mark.fast
+@pytest.mark.family
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", ["layer_norm", "batch_norm"])
 def test_operators_lower_for_tpu_inside_shard_map(name, check_vma):

@@ -52,7 +52,7 @@ def shapes(variables):
 # ---- adaptive layer norms --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast
+@pytest.mark.family
 @both
 def test_ada_layer_norm_owns_a_projection_of_the_condition_that_starts_at_zero(package):
     call, variables = build(package, "AdaLayerNorm", (5, 4), X, C)
@@ -77,7 +77,7 @@ def test_ada_layer_norm_takes_a_condition_per_token_and_an_affine_of_its_own(pac
     np.testing.assert_allclose(y, (layer_norm(X) * SCALE + BIAS) * scale + shift, atol=3e-5)
 
 
-@pytest.mark.fast
+@pytest.mark.family
 @both
 def test_a_block_of_ada_layer_norm_zero_starts_as_the_identity(package):
     call, variables = build(package, "AdaLayerNormZero", (5, 4), X, C)
@@ -154,7 +154,7 @@ def test_quantised_ada_layer_norm_gives_the_operators_codes(package):
 # ---- conditional batch norm ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast
+@pytest.mark.family
 @both
 def test_conditional_batch_norm_by_class_trains_tables_and_evaluates(package):
     call, variables = build(package, "ConditionalBatchNorm", (5,), X, LABELS, **TRAIN, num_classes=3, momentum=0.75)
@@ -245,7 +245,7 @@ def test_conditional_batch_norm_says_what_is_wrong_with_its_condition(package):
 # ---- dynamic tanh, switchable norm -----------------------------------------------------------------------------------
 
 
-@pytest.mark.fast
+@pytest.mark.family
 @both
 def test_dynamic_tanh_learns_its_slope(package):
     call, variables = build(package, "DynamicTanh", (5,), X, alpha_init=0.25)
@@ -272,7 +272,7 @@ def switchable(x, logits, mean=None, var=None):
     return (x - mixed[0]) / np.sqrt(mixed[1] + 1e-5)
 
 
-@pytest.mark.fast
+@pytest.mark.family
 @both
 def test_switchable_norm_mixes_statistics_and_evaluates_with_running_ones(package):
     call, variables = build(package, "SwitchableNorm", (5,), X, **TRAIN, momentum=0.75)

@@ -50,7 +50,7 @@ def affine(variables):
 # ---- residual norms --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast
+@pytest.mark.family
 @pytest.mark.parametrize(("name", "centered"), [("AddLayerNorm", True), ("AddRMSNorm", False)])
 def test_residual_norms_normalise_the_sum_and_return_it(package, name, centered):
     call, variables = build(package, name, (8,), X, R)
@@ -117,7 +117,7 @@ def test_a_residual_of_another_shape_is_refused_by_name(package):
 # ---- activated norms -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast
+@pytest.mark.family
 def test_group_norm_silu_is_both_with_one_rounding(package):
     call, variables = build(package, "GroupNormSiLU", (8,), X, num_groups=2, beta=1.5)
     variables = affine(variables)
@@ -133,7 +133,7 @@ def test_group_norm_silu_is_both_with_one_rounding(package):
     assert kept_bytes(lambda x: call(variables, x)[0], half) <= half.nbytes
 
 
-@pytest.mark.fast
+@pytest.mark.family
 @pytest.mark.parametrize(("activation", "function"), [("relu", relu), ("silu", silu), (None, lambda z: z)])
 def test_batch_norm_act_trains_and_evaluates(package, activation, function):
     call, variables = build(package, "BatchNormAct", (8,), X, **TRAIN, activation=activation, momentum=0.75)

@@ -11,7 +11,7 @@ import pytest
 
 import normlib as nl
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.family
 
 
 def draw(*shape, seed=0):

@@ -40,7 +40,7 @@ def run(name, to, dtype, masked, shape=None, **options):
         check(op, given, value_and_grads(op, given, **options))
 
 
-@pytest.mark.fast
+@pytest.mark.family
 @pytest.mark.parametrize(("name", "to", "dtype", "masked"), CASES)
 def test_values_and_gradients_match_float64(name, to, dtype, masked):
     run(name, to, dtype, masked)

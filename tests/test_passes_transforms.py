@@ -17,7 +17,7 @@ from tests.matrix import BY_NAME, inputs
 from tests.passes import TILE_PASSES, on
 from tests.test_matrix import check, value_and_grads
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.family
 SPREAD = list(zip(["layer_norm", "batch_norm", "rms_norm_gemma"], TILE_PASSES))
 FULL = [(n, to) for n in ("layer_norm", "batch_norm_first", "group_norm") for to in TILE_PASSES]
 SPREAD += [pytest.param(*case, marks=pytest.mark.nightly) for case in FULL]

@@ -14,7 +14,7 @@ from normlib.linen_tools import apply_with_moments
 from normlib.nnx_tools import call_with_moments
 from tests.distributed import mesh
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.family
 
 SIZES = (5, 1, 9, 3)
 

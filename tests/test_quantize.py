@@ -12,7 +12,7 @@ import normlib as nl
 from normlib import quantize
 from tests import quantize_oracle as oracle
 
-pytestmark = [pytest.mark.fast, pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")]
+pytestmark = [pytest.mark.family, pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")]
 
 RUNS = {
     "eager": quantize.apply,

@@ -8,7 +8,7 @@ import pytest
 import normlib as nl
 from normlib import quantize
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.family
 
 KEY = jax.random.key(0)
 

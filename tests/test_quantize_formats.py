@@ -13,7 +13,7 @@ from normlib import quantize
 from normlib.quantize._formats import narrowed
 from tests import quantize_oracle as oracle
 
-pytestmark = [pytest.mark.fast, pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")]
+pytestmark = [pytest.mark.family, pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")]
 
 MX_DTYPES = ["float4_e2m1fn", "float8_e4m3fn", "float8_e5m2"]
 MX_CASES = [(d, 0) for d in MX_DTYPES] + [(d, 1) for d in MX_DTYPES[1:]]

@@ -15,7 +15,7 @@ from tests import reference
 from tests.distributed import mesh
 from tests.test_quantize_norms import assert_within_a_code
 
-pytestmark = [pytest.mark.fast, pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")]
+pytestmark = [pytest.mark.family, pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")]
 
 ROWS, SIZE = 48, 64
 

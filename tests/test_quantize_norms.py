@@ -16,7 +16,7 @@ from tests import quantize_oracle as oracle
 from tests import reference
 from tests.distributed import mesh
 
-pytestmark = [pytest.mark.fast, pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")]
+pytestmark = [pytest.mark.family, pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")]
 
 MEAN, VAR = np.linspace(-1, 1, 64).astype(np.float32), np.linspace(0.5, 2, 64).astype(np.float32)
 

@@ -12,7 +12,7 @@ from normlib import quantize
 from tests import reference
 from tests.test_quantize_norms import assert_within_a_code, exact, given
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.family
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

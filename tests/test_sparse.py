@@ -10,7 +10,7 @@ import pytest
 import normlib as nl
 from tests import reference
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.family
 
 NORMS = {"layer": (nl.sparse_layer_norm, 1e-5), "rms": (nl.sparse_rms_norm, 1e-6)}
 

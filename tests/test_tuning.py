@@ -11,7 +11,7 @@ from flax import nnx as flax_nnx
 import normlib as nl
 from normlib import linen, nnx
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.family
 X = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
 
 

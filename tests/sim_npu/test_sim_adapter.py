@@ -11,7 +11,7 @@ from sim_kernels import CASES, GOLDEN, S, golden_text, mixed
 from sim_npu import TileProgram, UnsupportedKernel, programs_of, simulate
 from sim_npu.pallas_adapter import cond_parts, kernel_calls, ref_index, scan_parts, trace
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.family
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -32,7 +32,6 @@ print("finished", int(state.step))
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("slow")
 @pytest.mark.parametrize(
     "mode, norm",
     [
