@@ -180,14 +180,21 @@ Over {len(faster)} shapes our choice is {min(faster):.2f} to {max(faster):.2f} t
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table, or write docs/kernel_templates.md."""
+    """Print the table, write docs/kernel_templates.md, or fail where the page's rows are others."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.templates", description=main.__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {PATH.name}")
+    parser.add_argument("--check", action="store_true", help=f"fail where a row is not in {PATH.name}")
     parser.add_argument("--chip", default="910b2", help="chip of the simulator")
     options = parser.parse_args(arguments)
     text = page(list(rows(options.chip)), options.chip)
     if options.write:
         PATH.write_text(text, encoding="utf-8")
+    if options.check:
+        table = [line for line in text.splitlines() if line.startswith("| ")]
+        written = set(PATH.read_text(encoding="utf-8").splitlines())
+        other = [line for line in table if line not in written]
+        print(*other, f"{len(table) - len(other)} of {len(table)} rows as written", sep="\n")
+        return int(bool(other))
     print(text)
     return 0
 

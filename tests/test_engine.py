@@ -54,11 +54,11 @@ def test_batch_invariant_rows_do_not_change_by_a_bit(name, size):  # CASES: D26
     given = inputs(op)
     run = jax.jit(functools.partial(op.call, batch_invariant=True))
     whole = np.asarray(run(given.x, given.scale, given.bias))
-    for rows in (1, 2, 3, 8, 16, 64, 100, 256):
+    for rows in (1, 3, 8, 100, 256):
         np.testing.assert_array_equal(run(given.x[:rows], given.scale, given.bias), whole[:rows])
     ref = op.reference(given.x, given.scale, given.bias)
     reference.assert_rounded(whole, ref.y, ref.y_size)
-    dx = jax.grad(lambda x: (op.call(x, given.scale, batch_invariant=True) * given.dy).sum())(given.x)
+    dx = jax.jit(jax.grad(lambda x: (op.call(x, given.scale, batch_invariant=True) * given.dy).sum()))(given.x)
     want = op.reference(given.x, given.scale, None, given.dy)
     reference.assert_rounded(dx, want.dx, want.dx_size, what="dx")
 
@@ -86,7 +86,7 @@ def test_inference_is_the_affine_map_of_the_stored_statistics():  # CASES: B18
     np.testing.assert_allclose(dscale, total(dy * (x - col(m))) * r, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(dbias, total(dy), rtol=1e-4, atol=1e-5)
     second = jax.grad(lambda s: jax.grad(lambda x: (infer(x, mean, var, s, given.bias) ** 2).sum())(given.x).sum())
-    assert np.isfinite(second(given.scale)).all()
+    assert np.isfinite(jax.jit(second)(given.scale)).all()
 
 
 def test_inference_keeps_16_bit_types_and_rounds_once():
@@ -120,7 +120,8 @@ def test_gemma_scale_is_formed_in_float32_before_one_rounding():  # CASES: D1, D
     y = nl.rms_norm(x, w, scale_offset=1.0)
     ref = reference.norm(x, np.asarray(w, np.float64), None, axes=(1,), eps=1e-6, centered=False, offset=1.0)
     reference.assert_rounded(y, ref.y, ref.y_size, most=0.55, all_=0.6)
-    dx, dw = jax.grad(lambda x, w: (nl.rms_norm(x, w, scale_offset=1.0) ** 3).sum(), (0, 1))(x, jnp.zeros(64))
+    cubes = jax.grad(lambda x, w: (nl.rms_norm(x, w, scale_offset=1.0) ** 3).sum(), (0, 1))
+    dx, dw = jax.jit(cubes)(x, jnp.zeros(64))
     assert np.asarray(dx, np.float64).any() and np.isfinite(dw).all()
 
 
@@ -159,9 +160,8 @@ def test_unmeasured_entries_are_mapped_and_have_the_affine_gradient():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
     where = np.arange(8)[:, None] < 5
     scale = jnp.array([1.0, 2.0, 3.0])
-    y, vjp = jax.vjp(lambda x: nl.batch_norm(x, scale, where=where).y, x)
-    one = jnp.zeros_like(x).at[7].set(1.0)
-    (dx,) = vjp(one)
+    y, vjp = jax.vjp(jax.jit(lambda x: nl.batch_norm(x, scale, where=where).y), x)
+    (dx,) = vjp(np.float32(np.arange(8)[:, None] == 7) * np.ones((1, 3), np.float32))
     wide = np.float64(x)
     mean, rstd = wide[:5].mean(0), 1 / np.sqrt(wide[:5].var(0) + 1e-5)
     np.testing.assert_allclose(y[7], (wide[7] - mean) * rstd * scale, rtol=1e-5)

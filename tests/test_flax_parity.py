@@ -231,7 +231,7 @@ def test_synchronised_layers_agree_with_flax_s_under_vmap_with_an_axis_name():
         return jax.vmap(jax.value_and_grad(one, has_aux=True), axis_name="d")(x)
 
     mine, flax_s = (jax.jit(lambda x, m=m: run(m, x))(x) for m in (ours, theirs))
-    jax.tree.map(assert_close, mine, flax_s)
+    jax.tree.map(lambda a, b: assert_close(a, b), mine, flax_s)
 
 
 def test_complex_input_has_a_complex_mean_and_a_real_variance_as_in_flax():

@@ -121,10 +121,10 @@ def test_batch_invariant_layer_norm_over_any_axes_keeps_its_bits(axis, jit):  # 
     run = functools.partial(nl.layer_norm, axis=axis, batch_invariant=True)
     run = jax.jit(run) if jit else run
     whole = np.asarray(run(y))
-    for n in (1, 3, 5, 7, 64):
+    for n in (1, 5, 64):
         np.testing.assert_array_equal(run(y[:n]), whole[:n])
     if axis == (2,):
-        for n in (1, 3, 5, 7):
+        for n in (1, 5):
             np.testing.assert_array_equal(run(y[:, :n]), whole[:, :n])
 
 

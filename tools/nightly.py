@@ -94,9 +94,9 @@ def counts(text: str) -> dict[str, int]:
     if summaries:
         kept = re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", summaries[-1])
         return {name.removesuffix("s") if name == "errors" else name: int(n) for n, name in kept}
-    compiled = re.findall(r"^(\d+) of (\d+) compiled", text, re.M)
-    if compiled:
-        good, all_ = map(int, compiled[-1])
+    shares = re.findall(r"^(\d+) of (\d+) (?:compiled|verdicts as written|rows as written)", text, re.M)
+    if shares:
+        good, all_ = map(int, shares[-1])
         return {"passed": good, "failed": all_ - good}
     good, bad = (len(re.findall(rf"^\S+\.ipynb: {word}", text, re.M)) for word in ("ran in", "failed"))
     return {name: n for name, n in (("passed", good), ("failed", bad)) if n}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
@@ -52,3 +53,9 @@ def rows_of(text: str) -> dict[str, str]:
     """The lines of a page's first table by claim id."""
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     return {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.split(" | ")[0][2:] in CLAIMS}
+
+
+def verdicts_of(text: str) -> dict[str, str]:
+    """The verdicts of a page by claim id."""
+    found = {id: re.search(r"\*\*([a-z ]+)\*\* \|$", row) for id, row in rows_of(text).items()}
+    return {id: match[1] for id, match in found.items() if match}

@@ -1,5 +1,6 @@
 """Claims: the rule of verdicts, the page, and the cheap claims anew."""
 
+import dataclasses
 import re
 from importlib.util import find_spec
 
@@ -7,7 +8,7 @@ import jax
 import pytest
 
 from benchmarks.claims import CLAIMS, Figure, Outcome, __main__, networks, registry, training
-from benchmarks.claims.page import PATH, page, rows_of
+from benchmarks.claims.page import PATH, page, rows_of, verdicts_of
 from benchmarks.claims.resnet_step import norm_shapes
 
 CHEAP = [id for id, claim in CLAIMS.items() if claim.seconds <= 5 and claim.basis != "measured"]
@@ -93,6 +94,16 @@ def test_the_page_counts_its_verdicts_and_shows_details():
     assert "1 confirmed, 0 partly, 1 not confirmed" in text
     assert list(rows_of(text)) == ["add-norm", "in-place"]
     assert text.endswith("## add-norm\n\nRead this.\n\n| a |\n|---|\n")
+
+
+def test_check_compares_verdicts_with_the_page(monkeypatch, capsys):
+    text = PATH.read_text(encoding="utf-8")
+    assert verdicts_of(text).keys() == CLAIMS.keys()
+    cheap = Outcome("ran", (Figure("f", 0.0, asked=1.0),))
+    monkeypatch.setitem(CLAIMS, "add-norm", dataclasses.replace(CLAIMS["add-norm"], run=lambda: cheap))
+
+    assert __main__.main(["--check", "add-norm"]) == 1
+    assert "add-norm: not confirmed here, partly in claims.md\n0 of 1 verdicts" in capsys.readouterr().out
 
 
 def test_resnet50_normalises_53_arrays_of_11_million_elements():

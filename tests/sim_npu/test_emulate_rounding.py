@@ -93,7 +93,7 @@ def rows():
     return rng.standard_normal((8, 256)).astype(np.float16), rng.standard_normal((1, 256)).astype(np.float16)
 
 
-def same_bits(got, expected):
+def assert_same_bits(got, expected):
     got, expected = np.asarray(got), np.asarray(expected)
     assert got.dtype == expected.dtype
     np.testing.assert_array_equal(got.astype(np.float32), expected.astype(np.float32))
@@ -107,7 +107,7 @@ def test_all_fp16_is_numpys_float16_in_each_order(rows, order):
     got = emulate(row_norm, x, g, precision="fp16", order=order)
 
     rstd = one / np.sqrt(ORDERS[order](x * x) / n + eps)
-    same_bits(got, x * rstd * g)
+    assert_same_bits(got, x * rstd * g)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -118,7 +118,7 @@ def test_fp32_rounds_every_operation_once(rows, order):
     got = emulate(row_norm, x, g, precision="fp32", order=order)
 
     rstd = np.float32(1) / np.sqrt(ORDERS[order](x * x) / np.float32(256) + np.float32(EPS))
-    same_bits(got, x * rstd * g)
+    assert_same_bits(got, x * rstd * g)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_fp32_keeps_every_rounding_that_xla_would_merge(formula):
 
     got = emulate(kernel(body, lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype)), x, y, precision="fp32")
 
-    same_bits(got, formula(x, y))
+    assert_same_bits(got, formula(x, y))
 
 
 @pytest.mark.parametrize("dtype, preset", [(np.float16, "fp16_fp32acc"), (BF16, "bf16_fp32acc")])
@@ -152,7 +152,7 @@ def test_narrow_rows_with_float32_sums_keep_statistics_wide(rows, dtype, preset)
     squares = (x * x).astype(np.float32)
     rstd = np.float32(1) / np.sqrt(lanes64(squares) / np.float32(256) + np.float32(EPS))
     scaled = (x.astype(np.float32) * rstd).astype(dtype)
-    same_bits(got, (scaled.astype(np.float32) * g.astype(np.float32)).astype(dtype))
+    assert_same_bits(got, (scaled.astype(np.float32) * g.astype(np.float32)).astype(dtype))
 
 
 def test_ascend_a2_fp16_rounds_the_sum_and_both_products(rows):
@@ -164,8 +164,8 @@ def test_ascend_a2_fp16_rounds_the_sum_and_both_products(rows):
     summed = a + b
     wide = summed.astype(np.float32)
     rstd = np.float32(1) / np.sqrt(halving(wide * wide * np.float32(1 / 256)) + np.float32(EPS))
-    same_bits(x, summed)
-    same_bits(y, (wide * rstd).astype(np.float16) * g)
+    assert_same_bits(x, summed)
+    assert_same_bits(y, (wide * rstd).astype(np.float16) * g)
 
 
 def test_ascend_a2_fp16_rounds_a_sum_of_inputs_even_where_it_only_feeds_statistics(rows):
@@ -179,7 +179,7 @@ def test_ascend_a2_fp16_rounds_a_sum_of_inputs_even_where_it_only_feeds_statisti
     got = emulate(squares, a, b, precision="ascend_a2")
 
     wide = (a + b).astype(np.float32)
-    same_bits(got, halving(wide * wide))
+    assert_same_bits(got, halving(wide * wide))
 
 
 def test_ascend_a2_bf16_takes_statistics_from_the_unrounded_sum(rows):
@@ -190,8 +190,8 @@ def test_ascend_a2_bf16_takes_statistics_from_the_unrounded_sum(rows):
 
     wide = a.astype(np.float32) + b.astype(np.float32)
     rstd = np.float32(1) / np.sqrt(halving(wide * wide * np.float32(1 / 256)) + np.float32(EPS))
-    same_bits(x, wide.astype(BF16))
-    same_bits(y, ((wide * rstd).astype(BF16).astype(np.float32) * g.astype(np.float32)).astype(BF16))
+    assert_same_bits(x, wide.astype(BF16))
+    assert_same_bits(y, ((wide * rstd).astype(BF16).astype(np.float32) * g.astype(np.float32)).astype(BF16))
 
 
 def test_ascend_950_rounds_once(rows):
@@ -201,7 +201,7 @@ def test_ascend_950_rounds_once(rows):
 
     wide = x.astype(np.float32)
     rstd = np.float32(1) / np.sqrt(tree(wide * wide) / np.float32(256) + np.float32(EPS))
-    same_bits(got, (wide * rstd * g.astype(np.float32)).astype(np.float16))
+    assert_same_bits(got, (wide * rstd * g.astype(np.float32)).astype(np.float16))
 
 
 @pytest.mark.parametrize("order", ["sequential", "tree"])
@@ -279,7 +279,7 @@ def test_constants_enter_in_the_data_type():
 
     got = emulate(mixed, x.astype(np.float32), precision="fp16")
 
-    same_bits(got, (x * np.float16(0.1) + np.maximum(x, np.float16(0.3))).astype(np.float32))
+    assert_same_bits(got, (x * np.float16(0.1) + np.maximum(x, np.float16(0.3))).astype(np.float32))
 
 
 def test_fp16_subnormals_are_kept():
@@ -292,7 +292,7 @@ def test_fp16_subnormals_are_kept():
     got = emulate(square, x, precision="fp16")
 
     assert 0 < np.asarray(got).astype(np.float32).min() < 2.0**-14
-    same_bits(got, x * x)
+    assert_same_bits(got, x * x)
 
 
 def test_a_kernels_own_narrow_type_wins_over_the_policy():
@@ -304,7 +304,7 @@ def test_a_kernels_own_narrow_type_wins_over_the_policy():
 
     got = emulate(triple, x, precision="fp32")
 
-    same_bits(got, (x.astype(BF16).astype(np.float32) * np.float32(3)).astype(BF16).astype(np.float32))
+    assert_same_bits(got, (x.astype(BF16).astype(np.float32) * np.float32(3)).astype(BF16).astype(np.float32))
 
 
 @pytest.mark.parametrize("power", [2, 3, -2])
@@ -317,7 +317,7 @@ def test_powers_round_every_product(power):
 
     got = emulate(raised, x, precision="fp16")
 
-    same_bits(got, {2: x * x, 3: x * (x * x), -2: np.float16(1) / (x * x)}[power])
+    assert_same_bits(got, {2: x * x, 3: x * (x * x), -2: np.float16(1) / (x * x)}[power])
 
 
 def test_policies_are_plain_data():
