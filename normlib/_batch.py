@@ -11,12 +11,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from normlib import _arguments as check
+from normlib import passes
 from normlib._composed import Activation, composed
 from normlib._forward import effective, folded, wide_or_none
 from normlib._sharding import pieces
 from normlib.engine import normalize
 from normlib.moments import Moments, reciprocal_root
-from normlib.passes import xla
 from normlib.precision import output_dtype, statistics_dtype, wide
 from normlib.scope import Scope, axis_size
 
@@ -82,7 +82,8 @@ def stored_normalized(
     rstd = reciprocal_root(spread.astype(dtype) + jnp.asarray(eps, dtype))
     x = x.astype(output_dtype(x.dtype))
     parameters = folded(rstd, effective(scale, scale_offset), wide_or_none(bias))
-    return xla.apply(x, wide(centre), jnp.zeros_like(wide(centre)), *parameters, dtype=out_dtype)
+    backend = passes.current_backend()
+    return backend.apply(x, wide(centre), jnp.zeros_like(wide(centre)), *parameters, dtype=out_dtype)
 
 
 def _scope(x, channels, names, groups, virtual, ragged, method) -> tuple[Scope, int]:

@@ -152,7 +152,7 @@ def affine(
     x = x.astype(output_dtype(x.dtype))
     low = None if mean is None else jnp.zeros_like(mean) if low is None else low
     parameters = folded(rstd, effective(scale, scale_offset), wide_or_none(bias))
-    return passes.xla.apply(x, mean, low, *parameters)
+    return passes.current_backend().apply(x, mean, low, *parameters)
 
 
 def _check_whole(x: Array, axes: tuple[int, ...]) -> None:

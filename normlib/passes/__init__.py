@@ -90,6 +90,10 @@ def checked(backend: Any, **options: Any) -> Any:
     if not isinstance(backend, str):
         if backend in BACKENDS.values() or not hasattr(backend, "grad_apply"):
             raise ValueError(f"`backend` must be a pass or one of {', '.join(BACKENDS)}; got {backend!r}.")
+        if options:
+            raise TypeError(
+                f"a pass holds its options already, but `{next(iter(options))}` was given beside {backend!r}."
+            )
         return backend
     if backend not in BACKENDS:
         raise ValueError(f"`backend` must be one of {', '.join(BACKENDS)}; got {backend!r}.")

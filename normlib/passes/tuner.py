@@ -79,7 +79,14 @@ def load(path: str | Path) -> None:
     """
     try:
         rows = json.loads(Path(path).read_text())
-        read = {k: Tiling(int(t["rows"]), int(t["chunk"]), bool(t["streamed"])) for k, t in rows.items()}
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as cause:
+        read = {k: _tiling(**t) for k, t in rows.items()}
+    except (TypeError, AttributeError, ValueError) as cause:
         raise ValueError(f"`path` {path} is no table of tilings as `save` writes it: {cause!r}.") from cause
     _table.update(read)
+
+
+def _tiling(rows: Any, chunk: Any, streamed: Any) -> Tiling:
+    """A tiling of a table; a ValueError for sizes that are none."""
+    if type(rows) is not int or type(chunk) is not int or min(rows, chunk) < 1 or type(streamed) is not bool:
+        raise ValueError(f"rows {rows!r}, chunk {chunk!r}, streamed {streamed!r}")
+    return Tiling(rows, chunk, streamed)

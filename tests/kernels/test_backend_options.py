@@ -25,6 +25,24 @@ def test_an_option_that_a_backend_lacks_is_named_with_those_it_has(backend, opti
         pass
 
 
+def test_options_beside_a_pass_are_refused():
+    with pytest.raises(TypeError, match="holds its options already, but `chip`"):
+        nl.passes.checked(nl.passes.NpuPass(), chip="310p")
+
+
+@pytest.mark.parametrize(
+    "table", ["[1]", "{", '{"k": 1}', '{"k": {"rows": 1}}', '{"k": {"rows": 0, "chunk": 1, "streamed": true}}',
+              '{"k": {"rows": "a", "chunk": 1, "streamed": true}}']
+)  # fmt: skip
+def test_a_file_that_is_no_table_of_tilings_is_refused_whole(table, tmp_path):
+    path = tmp_path / "tilings.json"
+    path.write_text(table)
+    before = tuner.tuned()
+    with pytest.raises(ValueError, match="is no table of tilings"):
+        tuner.load(path)
+    assert tuner.tuned() == before
+
+
 def test_a_chip_that_is_no_name_is_refused():
     with pytest.raises(ValueError, match="`chip` must be one of 910b1.*got 910"), nl.use_backend("npu", chip=910):
         pass

@@ -151,3 +151,21 @@ def test_a_profile_that_ends_in_an_error_keeps_what_ran_and_nested_ones_count_th
             norm(X[:4, :16])
         raise ZeroDivisionError
     assert (outer.launches, inner.launches) == (1, 2)
+
+
+def test_a_batch_norm_by_stored_statistics_is_a_kernel_forward():
+    x, c = X[:8, :16], jnp.arange(1.0, 17.0)
+    infer = jax.jit(jax.value_and_grad(lambda x: jnp.sum(nl.batch_norm_inference(x, c, c**2, c, -c, eps=0.0) ** 2) / 2))
+    with nl.use_backend("npu"), nl.profile() as found:
+        value, dx = infer(x)
+    assert [(op.name, op.launches) for op in found.operators] == [("affine", 1)]
+    y = np.float64(x) - c - c  # scale * rstd is 1
+    np.testing.assert_allclose(value, np.sum(y**2) / 2, rtol=1e-6)
+    np.testing.assert_allclose(dx, y, rtol=1e-6, atol=1e-5)
+
+
+def test_the_map_by_given_statistics_is_a_kernel():
+    with nl.use_backend("npu"), nl.profile() as found:
+        y = nl.engine.affine(X, jnp.ones((64, 1)), jnp.full((64, 1), 2.0))
+    assert [op.name for op in found.operators] == ["affine"]
+    np.testing.assert_allclose(y, (np.float64(X) - 1) * 2, rtol=1e-6, atol=1e-6)
