@@ -91,6 +91,7 @@ def normalize(
       `Normalized(y, moments, total)`; cotangents of the moments are honoured.
 
     Raises:
+      TypeError: for a `scale_offset` that is no number.
       ValueError: for an unknown `rule`, a `shift` with channel groups, or shapes that do not broadcast.
 
     Source: Ioffe and Szegedy 2015 for the backward; Chan, Golub and LeVeque 1979 for the pooling.
@@ -109,7 +110,7 @@ def normalize(
         _check_whole(x, axes)
     scope.check_bound()
     config = Config(
-        axes, centered, scale_offset, scope, batch_invariant,
+        axes, centered, check.number(scale_offset, "scale_offset"), scope, batch_invariant,
         passes.current_backend() if backend is None else passes.checked(backend),
         None if out_dtype is None else check.result_dtype(out_dtype, x.dtype).name,
         float(eps) if isinstance(eps, int | float) and not rescale else None,
