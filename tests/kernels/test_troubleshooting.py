@@ -34,7 +34,7 @@ def losses(digits, backend, **options):
     """Training losses of a short run from the same start."""
     x, y = digits
     net, optimizer = Classifier(), optax.sgd(0.2, momentum=0.9)
-    variables = net.init(jax.random.key(0), x[:ROWS])
+    variables = jax.jit(net.init)(jax.random.key(0), x[:ROWS])
     params, state = variables["params"], variables["batch_stats"]
     opt = optimizer.init(params)
 
