@@ -19,7 +19,7 @@ PLATFORMS = {"tpu": ("tpu", "tpu_custom_call"), "gpu": ("cuda", "__gpu$xla.gpu.t
 SAMPLE = CASES[::19]  # 19 is prime to every period of the table
 
 
-def lowers(case, machine):
+def check_lowers(case, machine):
     platform, call = PLATFORMS[machine]
     found = lower_check(functools.partial(case.call, MACHINES[machine]), *case.structs(), platform=platform)
     assert call in found.custom_calls
@@ -29,14 +29,14 @@ def lowers(case, machine):
 @pytest.mark.parametrize("machine", PLATFORMS)
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda c: c.name)
 def test_a_sample_of_kernels_lowers(case, machine):
-    lowers(case, machine)
+    check_lowers(case, machine)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("machine", PLATFORMS)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_every_kernel_lowers(case, machine):
-    lowers(case, machine)
+    check_lowers(case, machine)
 
 
 @pytest.mark.family

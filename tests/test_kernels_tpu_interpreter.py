@@ -27,7 +27,7 @@ def no_race(capfd):
     assert "RACE" not in out + err
 
 
-def interpreted(case):
+def check_interpreted(case):
     machine = MACHINES["tpu"].replace(interpret=SAFE)
     arrays = case.arrays()
     found = jax.block_until_ready(jax.jit(functools.partial(case.call, machine))(*arrays))
@@ -36,13 +36,13 @@ def interpreted(case):
 
 @pytest.mark.parametrize("case", CHECKED[3::97], ids=lambda c: c.name)
 def test_a_sample_of_kernels_is_safe(case, no_race):
-    interpreted(case)
+    check_interpreted(case)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", CHECKED[::2], ids=lambda c: c.name)
 def test_every_other_case_is_safe(case, no_race):
-    interpreted(case)
+    check_interpreted(case)
 
 
 def test_the_interpreter_sees_a_race(capfd):

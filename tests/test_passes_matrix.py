@@ -33,7 +33,7 @@ ODD = [
 ]  # fmt: skip
 
 
-def run(name, to, dtype, masked, shape=None, **options):
+def check_norm(name, to, dtype, masked, shape=None, **options):
     op = BY_NAME[name] if shape is None else BY_NAME[name].at(shape)
     given = inputs(op, DTYPES[dtype], masked=masked)
     with on(to):
@@ -43,14 +43,14 @@ def run(name, to, dtype, masked, shape=None, **options):
 @pytest.mark.family
 @pytest.mark.parametrize(("name", "to", "dtype", "masked"), CASES)
 def test_values_and_gradients_match_float64(name, to, dtype, masked):
-    run(name, to, dtype, masked)
+    check_norm(name, to, dtype, masked)
 
 
 @pytest.mark.parametrize(("name", "shape", "to"), [
     (*case, TILE_PASSES[i % len(TILE_PASSES)]) for i, case in enumerate(ODD)
 ])  # fmt: skip
 def test_odd_sizes(name, shape, to):  # CASES: D9, D12, D14
-    run(name, to, "f32", False, shape)
+    check_norm(name, to, "f32", False, shape)
 
 
 @pytest.mark.nightly
@@ -59,14 +59,14 @@ def test_odd_sizes(name, shape, to):  # CASES: D9, D12, D14
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_whole_product(name, to, dtype, masked):
-    run(name, to, dtype, masked)
+    check_norm(name, to, dtype, masked)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("to", [*TILE_PASSES, "tpu"])
 @pytest.mark.parametrize(("name", "shape"), [*ODD, *LARGE_SHAPES.items()])
 def test_odd_and_large_sizes_on_every_pass(name, shape, to):
-    run(name, to, "f32", False, shape)
+    check_norm(name, to, "f32", False, shape)
 
 
 @pytest.mark.nightly
@@ -80,7 +80,7 @@ def test_999_of_1000_entries_are_within_3_ulp(name, mean, to):
         check(op, given, value_and_grads(op, given))
 
 
-def run_composite(name, to, dtype):
+def check_composite(name, to, dtype):
     op = COMPOSITE[name]
     arrays = op.inputs(DTYPES[dtype])
     cts = test_composites.cotangents(op, arrays)
@@ -98,7 +98,7 @@ NORMS = [op for op in COMPOSITES if not any(op.name.startswith(p) for p in PLAIN
     for i, op in enumerate(NORMS) if op.own_rule or i % 2  # an operator by the engine's rule: the table above
 ])  # fmt: skip
 def test_composites_match_float64(name, to, dtype):
-    run_composite(name, to, dtype)
+    check_composite(name, to, dtype)
 
 
 @pytest.mark.nightly
@@ -106,7 +106,7 @@ def test_composites_match_float64(name, to, dtype):
     (op.name, to, dtype) for op in NORMS for to in TILE_PASSES for dtype in op.dtypes
 ])  # fmt: skip
 def test_composites_on_every_pass(name, to, dtype):
-    run_composite(name, to, dtype)
+    check_composite(name, to, dtype)
 
 
 # What rows hold

@@ -26,7 +26,7 @@ def problems(draw):
     )  # fmt: skip
 
 
-def agree(problem):
+def check_agrees(problem):
     shape, axes, dtype, scale, bias, where, centered, seed, to = problem
     rng = np.random.default_rng(seed)
     draw = lambda s: None if s is None else jnp.asarray(rng.normal(size=s), jnp.float32)  # noqa: E731
@@ -53,11 +53,11 @@ def agree(problem):
 @given(problems())
 @settings(max_examples=12, derandomize=True, deadline=None)
 def test_random_problems_agree(problem):
-    agree(problem)
+    check_agrees(problem)
 
 
 @pytest.mark.nightly
 @given(problems())
 @settings(max_examples=400, derandomize=True, deadline=None)
 def test_many_random_problems_agree(problem):
-    agree(problem)
+    check_agrees(problem)

@@ -28,7 +28,7 @@ def reciprocal_root(wide):
     return np.float32(1) / np.sqrt(mean + np.float32(EPS))
 
 
-def same_bits(got, expected):
+def assert_same_bits(got, expected):
     got = np.asarray(got)
     assert got.dtype == expected.dtype
     np.testing.assert_array_equal(got.astype(np.float32), expected.astype(np.float32))
@@ -48,8 +48,8 @@ def test_fp16_adds_in_fp16_and_rounds_before_and_after_the_scale(rows):
 
     summed = a + b
     wide = summed.astype(np.float32)
-    same_bits(out.residual, summed)
-    same_bits(out.y, (wide * reciprocal_root(wide)).astype(np.float16) * scale)
+    assert_same_bits(out.residual, summed)
+    assert_same_bits(out.y, (wide * reciprocal_root(wide)).astype(np.float16) * scale)
 
 
 def test_bf16_takes_statistics_from_the_unrounded_sum(rows):
@@ -59,8 +59,8 @@ def test_bf16_takes_statistics_from_the_unrounded_sum(rows):
 
     wide = a.astype(np.float32) + b.astype(np.float32)
     normalised = (wide * reciprocal_root(wide)).astype(BF16).astype(np.float32)
-    same_bits(out.residual, wide.astype(BF16))
-    same_bits(out.y, (normalised * scale.astype(np.float32)).astype(BF16))
+    assert_same_bits(out.residual, wide.astype(BF16))
+    assert_same_bits(out.y, (normalised * scale.astype(np.float32)).astype(BF16))
 
 
 def test_plain_rms_norm_rounds_once(rows):
@@ -72,7 +72,7 @@ def test_plain_rms_norm_rounds_once(rows):
     wide = x.astype(np.float32)
     mean = halving(wide * wide) / np.float32(256)
     rstd = np.float32(1) / np.sqrt(mean + np.float32(EPS))
-    same_bits(y, (wide * rstd * scale.astype(np.float32)).astype(np.float16))
+    assert_same_bits(y, (wide * rstd * scale.astype(np.float32)).astype(np.float16))
 
 
 def test_codes_take_the_chain_of_casts_and_saturate(rows):
