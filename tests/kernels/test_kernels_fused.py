@@ -45,8 +45,15 @@ def added(x1, x2, scale, bias, sum_bias, **options):
 
 
 @on_machines
-@pytest.mark.parametrize("full", [(37, 50), (6, 3000)], ids=str)
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(
+    ("full", "dtype"),
+    [
+        ((37, 50), np.float32),
+        ((6, 3000), jnp.bfloat16),
+        pytest.param((37, 50), jnp.bfloat16, marks=pytest.mark.nightly),
+        pytest.param((6, 3000), np.float32, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_sum_is_normalised_and_pulled_back_with_its_residual(backend, full, dtype):
     row = full[1:]
     x1, x2, dy, ds = draw(1, [full] * 4, dtype)
@@ -82,7 +89,9 @@ def test_two_weights_give_two_gradients(backend):
 
 
 @on_machines
-@pytest.mark.parametrize("shape", [(3, 12, 5, 7), (2, 12, 1100), (5, 12), (3, 12, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(3, 12, 5, 7), (2, 12, 1100), pytest.param((5, 12), marks=pytest.mark.nightly), (3, 12, 1)], ids=str
+)
 def test_groups_of_channels_first_and_their_activation(backend, shape):
     x, dy = draw(5, [shape] * 2)
     scale, bias = draw(6, [(12,)] * 2)

@@ -121,8 +121,8 @@ def test_swapping_the_import_keeps_the_tree_and_the_bits(block):
     ("factory", "dtype"),
     [
         (norm.BatchNorm, None),
-        (norm.BatchNorm, jnp.bfloat16),
-        (norm.LayerNorm, None),
+        pytest.param(norm.BatchNorm, jnp.bfloat16, marks=pytest.mark.nightly),
+        pytest.param(norm.LayerNorm, None, marks=pytest.mark.nightly),
         (functools.partial(flax_linen.GroupNorm, num_groups=4), None),
     ],
     ids=["BatchNorm", "BatchNorm bfloat16", "LayerNorm", "flax GroupNorm"],
