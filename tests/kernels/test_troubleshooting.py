@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from sklearn.datasets import load_digits
 
 import normlib as nl
 from normlib.linen import BatchNorm
@@ -26,7 +25,8 @@ class Classifier(nn.Module):
 
 @pytest.fixture(scope="module")
 def digits():
-    x, y = load_digits(return_X_y=True)
+    datasets = pytest.importorskip("sklearn.datasets")  # an extra
+    x, y = datasets.load_digits(return_X_y=True)
     return np.float32(x) * 15.9375, y  # 0..255, as image files have them
 
 
