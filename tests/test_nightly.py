@@ -40,3 +40,12 @@ def test_the_page_names_what_was_not_run():
     assert "**Not run yet:** tests, tests-new, " in text
     assert text.count("| not run |") == len(nightly.STEPS) - 1
     assert "Every step has run." in nightly.page(dict.fromkeys(nightly.STEPS, figure))
+
+
+def test_what_another_checkout_ran_stays_on_the_page():
+    before = nightly.page({"leaks": nightly.Figure(266.0, "passed", {"passed": 56}, "2026-11-28", "abc", "0.10.2")})
+    text = nightly.page({"lint": nightly.Figure(2.0, "passed", {}, "2026-11-29", "def", "0.10.2")}, before)
+    (row,) = (line for line in text.splitlines() if line.startswith("| leaks |"))
+    assert row in before and "| **passed** | 56 | 0 |" in row
+    assert "leaks" not in text.split("**Not run yet:**")[1].splitlines()[0]
+    assert text.count("| not run |") == len(nightly.STEPS) - 2

@@ -139,9 +139,17 @@ def run(name: str) -> Figure:
     return Figure(round(time.monotonic() - begin, 1), result, counts(text), date, commit(), version(name))
 
 
-def page(figures: dict[str, Figure]) -> str:
-    """docs/nightly.md: a row for every step, run or not."""
-    missing = [name for name in STEPS if name not in figures]
+def rows_of(text: str) -> dict[str, str]:
+    """The rows of a page by step, those of steps that ran."""
+    rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ")}
+    return {name: line for name, line in rows.items() if name in STEPS and "| not run |" not in line}
+
+
+def page(figures: dict[str, Figure], before: str = "") -> str:
+    """docs/nightly.md: a row for every step, run or not; of steps without a figure here the row of the page `before`,
+    which another checkout may have written."""
+    kept = rows_of(before)
+    missing = [name for name in STEPS if name not in figures and name not in kept]
     lines = [
         "# The long run",
         "",
@@ -155,6 +163,9 @@ def page(figures: dict[str, Figure]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, step in STEPS.items():
+        if name not in figures and name in kept:
+            lines.append(kept[name])
+            continue
         if name in figures:
             f = figures[name]
             failed = f.counts.get("failed", 0) + f.counts.get("error", 0) if f.counts else "–"
@@ -189,7 +200,8 @@ def main() -> int:
         print(f"  {f.result} after {f.seconds:.0f} s {f.counts or ''}", flush=True)
         FIGURES.write_text(json.dumps({n: dataclasses.asdict(f) for n, f in figures.items()}, indent=1))
         if options.write:
-            PAGE.write_text(page(figures), encoding="utf-8")
+            before = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+            PAGE.write_text(page(figures, before), encoding="utf-8")
     return int(any(figures[name].result in ("failed", "stopped") for name in chosen))
 
 
