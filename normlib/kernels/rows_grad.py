@@ -61,7 +61,7 @@ class Given(NamedTuple):
 def row_norm_grad(
     terms: Sequence[Array], given: Given, *, view: View, machine: Machine, weights: Sequence[float] | None = None,
     activation: Any = None, outs: Sequence[tuple[float, Any]] | None = None, behind_dtype: Any = None,
-    wanted: Sequence[str] = (), by_row: bool = False, name: str | None = None,
+    wanted: Sequence[str] = (), apart: Sequence[str] = (), by_row: bool = False, name: str | None = None,
     rows: int | None = None, chunk: int | None = None, residency: str | None = None,
 ) -> RowGrad:  # fmt: skip
     """Cotangents of a norm over the lanes of `view`.
@@ -76,6 +76,7 @@ def row_norm_grad(
       outs: (weight, dtype) of each output weight * ds; one in the first term's dtype by default.
       behind_dtype: of dz as an output; None for no such output.
       wanted: names of `SUMMED` to collect over the rows where that can be done here.
+      apart: names of `SUMMED` that vary along the rows: never collected, and c0 and c1 are columns for who sums them.
       by_row: whether sums per row are wanted as columns; then `scale` is constant along lanes.
       name: of the kernel in reports.
       rows, chunk, residency: the tiling asked for; see `sim_npu.TilePlan`.
@@ -98,7 +99,7 @@ def row_norm_grad(
     if tile is None or not collected:
         collected, tile = (), tiling(view.tile_shape, machine, **options, **lanes)
     wide = widened(x[:0]).dtype if x.ndim else jnp.float32
-    left = len(collected) < len(wanted)
+    left = len(collected) < len(wanted) or bool(apart)
     body = _Body(view, weights or (1.0,) * len(terms), given, activation, outs, behind_dtype, collected, by_row, left)
     written = [Out(d) for d in dtypes] + [Out(wide, summed=True) for _ in collected]
     names = [*(("c0", "c1") if left else ()), *(("s0", "s1") if by_row else ())]

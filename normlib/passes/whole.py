@@ -129,7 +129,7 @@ def backward(
                            here.scale)  # fmt: skip
         out = row_norm_grad(
             arrays[:number], here, view=part, machine=run.machine, weights=weights, activation=activation, outs=outs,
-            behind_dtype=behind_dtype, wanted=[*mine.collected, *mine.apart], by_row=bool(mine.by_row),
+            behind_dtype=behind_dtype, wanted=mine.collected, apart=mine.apart, by_row=bool(mine.by_row),
             name=_name(view, mean is not None, terms, activation) + "_grad",
         )  # fmt: skip
         full = [*out.ds, *([] if out.dz is None else [out.dz])]
