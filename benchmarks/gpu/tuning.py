@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -50,6 +50,7 @@ def run(machine: Machine, dry: bool, until: float) -> dict[str, Any]:
                 compiled(pool, functools.partial(case.call, machine.replace(**s)), structs) for s in settings
             ]  # fmt: skip
             jobs.append((case, settings, programs))
+        wait([p for *_, programs in jobs for p in programs], timeout=max(until - time.perf_counter(), 0))
         for case, settings, programs in jobs:
             if time.perf_counter() > until:
                 break

@@ -35,6 +35,7 @@ class Machine:
       num_stages: loads that a loop of a Triton program has in flight.
       entries: elements of a tile of a Triton program.
       column_lanes: lanes of a tile of columns at most.
+      column_rows: rows of a tile of columns of a Triton program.
       parts: partial sums of a column at most, which a second kernel merges.
 
     >>> MACHINES["gpu"].power_of_two, MACHINES["npu"].sequential
@@ -56,16 +57,17 @@ class Machine:
     num_stages: int = 2
     entries: int = 4096
     column_lanes: int = 512
+    column_rows: int = 128
     parts: int = 48
 
     def replace(self, **changes: Any) -> Machine:
         """A machine with some fields changed."""
         return dataclasses.replace(self, **changes)
 
-    def compiler_params(self, semantics: tuple[str, ...], entries: int) -> Any:
-        """What Pallas is told for a grid with `semantics` and tiles of `entries` elements."""
+    def compiler_params(self, semantics: tuple[str, ...], entries: int, per_warp: int = 512) -> Any:
+        """What Pallas is told for a grid with `semantics` and tiles of `entries` elements, `per_warp` for each warp."""
         if self.name == "gpu":
-            warps = self.num_warps or max(1, min(16, entries // 512))
+            warps = self.num_warps or max(1, min(16, entries // per_warp))
             return pltriton.CompilerParams(num_warps=1 << (warps.bit_length() - 1), num_stages=self.num_stages)
         return pltpu.CompilerParams(dimension_semantics=semantics)  # type: ignore[arg-type]
 
@@ -75,6 +77,8 @@ class Machine:
 MACHINES: dict[str, Machine] = {
     "npu": Machine("npu", 180 * 1024, lane_multiple=16, row_bytes=640),
     "tpu": Machine("tpu", 8 << 20, row_multiple=16, lane_multiple=128),
-    "gpu": Machine("gpu", 128 * 1024, power_of_two=True, masked=True, steady=True, sequential=False),
+    "gpu": Machine(
+        "gpu", 128 * 1024, power_of_two=True, masked=True, steady=True, sequential=False, parts=264, column_lanes=64
+    ),
     "cpu": Machine("cpu", 1 << 20, steady=True, interpret=True),
 }

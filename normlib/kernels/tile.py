@@ -141,6 +141,7 @@ class Operand:
 def launch(
     kernel: Callable[..., None], name: str, grid: tuple[int, ...], inputs: Sequence[Operand],
     outputs: Sequence[Operand], machine: Machine, *, semantics: tuple[str, ...], entries: int, scratch: Sequence = (),
+    per_warp: int = 512,
 ) -> list[Array]:  # fmt: skip
     """Call `kernel(*input_refs, *output_refs, *scratch_refs)`; outputs vary over the mesh axes that any input does."""
     names = sorted(set().union(*(varying(o.array) for o in inputs)))
@@ -154,7 +155,7 @@ def launch(
         out_specs=[o.spec for o in outputs],
         out_shape=[jax.ShapeDtypeStruct(o.array.shape, o.array.dtype, manual_axis_type=vary_over) for o in outputs],
         scratch_shapes=list(scratch),
-        compiler_params=machine.compiler_params(semantics, entries),
+        compiler_params=machine.compiler_params(semantics, entries, per_warp),
         interpret=machine.interpret,
     )(*(lax.optimization_barrier(arrays) if machine.interpret else arrays))
     # a grid of one step is inlined: what is around it would change how its products and sums are contracted
@@ -215,6 +216,11 @@ def weighted(tiles: Sequence[Array], weights: Sequence[float]) -> Array:
     """The weighted sum of tiles, from left to right."""
     found = [t if w == 1 else t * w for t, w in zip(tiles, weights, strict=True)]
     return functools.reduce(lambda a, b: a + b, found)
+
+
+def at_least_zero(t: Array) -> Array:
+    """`t`, or 0 where it is negative; NaN stays: Triton's maximum loses it, and with it an overflow (seen on H200)."""
+    return jnp.where(t < 0, jnp.zeros((), t.dtype), t)
 
 
 def quotient(t: Array, by: Array | float, machine: Machine) -> Array:
