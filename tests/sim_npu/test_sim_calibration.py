@@ -109,7 +109,7 @@ def test_bytes_of_the_naive_formula_are_those_an_operator_moves():
 
 
 FITTED = {
-    "950": ("l2_gbps", "vec_head", "mte2_bytes_per_cycle", "mte3_bytes_per_cycle"),
+    "950": ("l2_gbps", "l2_read_gbps", "vec_head", "mte2_bytes_per_cycle", "mte3_bytes_per_cycle"),
     "910b2": ("l2_read_bytes_per_cycle", "l2_write_bytes_per_cycle"),
 }
 

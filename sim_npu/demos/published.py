@@ -1,0 +1,70 @@
+"""Kernels of a public operator library for 950 (hicann/ops-nn, `arch35`), laid out queue by queue: tiles, copies, order.
+
+What is taken from the library is which template a shape gets, how its buffers divide the unified buffer, how often an
+array is read, and which instructions a register (64 float32) goes through. Loads and stores of registers are not
+counted, as in kernels read from Pallas. Templates that no measured shape gets raise ValueError.
+
+Sums are the library's: the part beyond a power of two is added onto it, every register of the rest is reduced
+to one number, and the numbers once more.
+"""
+
+from __future__ import annotations
+
+import math
+
+from sim_npu.builder import Builder, Tile
+
+LANES = 64  # float32 of a register
+BLOCK = 32  # bytes
+SHORT = {"Load": "LoadAlign", "Mask": "UpdateMask", "Store": "StoreAlign"}
+RSTD = "Load Sqrt Div Muls Mul Adds Mul Muls Mul Muls Mul Mul Mul Select Select Store"  # with a Newton step
+
+
+def cut(size: int, unit: int) -> int:
+    return size // unit * unit
+
+
+def up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def half(elements: int) -> int:
+    """The power of two that the rest is added onto: the largest below `elements`."""
+    return 1 << max(0, (elements - 1).bit_length() - 1)
+
+
+def fold(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """[N, C, space...] as (N, C, elements of space)."""
+    return shape[0], shape[1], math.prod(shape[2:])
+
+
+def walk(b: Builder, tile: Tile, elements: int, instructions: str, *, out: Tile | None = None) -> None:
+    """Instructions over the registers of `elements`, the last one into `out`; casts only where the tile is narrower.
+
+    `Load`, `Mask` and `Store` stand for LoadAlign, UpdateMask and StoreAlign.
+    """
+    names = [SHORT.get(i, i) for i in instructions.split() if i != "Cast" or tile.dtype != "float32"]
+    part = Tile(tile.name, (elements,), "float32")
+    for name in names[:-1]:
+        b.vector(name, part, part)
+    if names:
+        b.vector(names[-1], Tile((out or tile).name, (elements,), "float32"), part)
+
+
+def add_up(b: Builder, tile: Tile, sums: Tile, elements: int, merge: str = "Mask Add") -> None:
+    """One number from `elements` that are in registers as float32."""
+    power = half(elements) if elements > LANES else elements
+    rows = -(-power // LANES)
+    wide = Tile(tile.name, tile.shape, "float32")
+    if elements > power:
+        walk(b, wide, elements - power, merge)
+    walk(b, wide, power, "Reduce")
+    walk(b, wide, power, "Store", out=sums)
+    if rows > LANES:
+        walk(b, sums, rows // 2, "Load Load Add Store")
+    if rows > 1:
+        walk(b, sums, min(rows, LANES), "Load Reduce Store")
+
+
+def sums_buffer(b: Builder, elements: int) -> Tile:
+    return b.buffer("sums", (up(4 * max(1, half(elements) // LANES), BLOCK) // 4,), "float32")
