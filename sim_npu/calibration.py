@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from sim_npu import demos
-from sim_npu.demos import published_grad, published_group
 from sim_npu.builder import Builder
 from sim_npu.chips import ChipSpec, get_chip
+from sim_npu.demos import published_grad, published_group
 from sim_npu.fitting import Prior, choose_strength, fit_terms, leave_one_out
 from sim_npu.footprint import CapacityError
 from sim_npu.ir import TileProgram, dtype_bytes

@@ -1,11 +1,12 @@
-"""Kernels of a public operator library for 950 (hicann/ops-nn, `arch35`), laid out queue by queue: tiles, copies, order.
+"""What the published kernels of 950 have in common: their registers, tiles and sums (hicann/ops-nn, `arch35`).
 
-What is taken from the library is which template a shape gets, how its buffers divide the unified buffer, how often an
-array is read, and which instructions a register (64 float32) goes through. Loads and stores of registers are not
-counted, as in kernels read from Pallas. Templates that no measured shape gets raise ValueError.
+`published_group` and `published_grad` lay such kernels out queue by queue: which template a shape gets, how its buffers
+divide the unified buffer, how often and in which order an array is copied, and every instruction that a register (64
+float32) goes through, loads and stores of registers among them. Two instructions start in a cycle, but for a store and
+the reduction of a register, which have a cycle to themselves (hicann/asc-devkit, table of single and dual issue).
 
-Sums are the library's: the part beyond a power of two is added onto it, every register of the rest is reduced
-to one number, and the numbers once more.
+Sums are the library's: the part beyond a power of two is added onto the front, every register of that is reduced to one
+number, and the numbers once more.
 """
 
 from __future__ import annotations
@@ -21,15 +22,25 @@ RSTD = "Load Sqrt Div Muls Mul Adds Mul Muls Mul Muls Mul Mul Mul Select Select 
 
 
 def cut(size: int, unit: int) -> int:
+    """The largest multiple of `unit` within `size`.
+
+    >>> cut(100, 32), up(100, 32)
+    (96, 128)
+    """
     return size // unit * unit
 
 
 def up(size: int, unit: int) -> int:
+    """The smallest multiple of `unit` that holds `size`."""
     return -(-size // unit) * unit
 
 
 def half(elements: int) -> int:
-    """The power of two that the rest is added onto: the largest below `elements`."""
+    """The power of two that the rest is added onto: the largest below `elements`.
+
+    >>> half(15392), half(8192), half(1)
+    (8192, 4096, 1)
+    """
     return 1 << max(0, (elements - 1).bit_length() - 1)
 
 
@@ -67,4 +78,5 @@ def add_up(b: Builder, tile: Tile, sums: Tile, elements: int, merge: str = "Mask
 
 
 def sums_buffer(b: Builder, elements: int) -> Tile:
+    """The buffer of one number per register, for `add_up`."""
     return b.buffer("sums", (up(4 * max(1, half(elements) // LANES), BLOCK) // 4,), "float32")

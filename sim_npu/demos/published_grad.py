@@ -2,8 +2,8 @@
 
 In training, channels are dealt to cores. `full_load` keeps a channel's dy and x; `split_r0` walks them twice in
 tiles, first for the sums (it starts with the pieces beyond a power of two tiles, added onto the first ones), then for
-dx. Both write dx over x, whose buffers hold float32. `infer` fills the unified buffer with one tile and deals tiles,
-so that small arrays use few cores.
+dx. Both write dx over x, whose buffers hold float32. `infer` and `infer_channel_last` fill half of the unified buffer
+with one tile and deal tiles, so that small arrays use few cores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def channel_grad(shape: tuple[int, ...], dtype: Any, chip: ChipSpec) -> TileProg
       chip: its unified buffer and cores decide the tiles.
 
     Raises:
-      ValueError: for a shape that gets another template (no space, or several samples in tiles of whole rows).
+      ValueError: for a shape that gets another template: no space, several samples in tiles of whole rows, or few
+        channels of so many samples that these are dealt to cores.
 
     >>> from sim_npu.chips import get_chip
     >>> channel_grad((1, 1, 1024, 1024), "float16", get_chip("950")).name
@@ -45,21 +46,26 @@ def channel_grad(shape: tuple[int, ...], dtype: Any, chip: ChipSpec) -> TileProg
     room = (chip.ub_bytes - sums) // 2 - 5 * BLOCK
     cores = min(chip.cores, max(1, c // max(1, -(-1024 // once))))
     tile = (chip.ub_bytes - RESERVED) // 4
-    if r > 1 and once <= room:
+    spread = n >= chip.cores and 4 * c <= chip.cores and 5 * n * r >= chip.ub_bytes  # samples are dealt to cores
+    if r > 1 and not spread and once <= room:
         return _full_load(kind, n, c, r, cores, min(-(-c // cores), room // once))
-    if r > 1 and up(8 * r, BLOCK) > tile:
+    if r > 1 and not spread and up(8 * r, BLOCK) > tile:
         return _split_r0(kind, n, c, r, min(c, chip.cores), min(r, tile // 4))
-    raise ValueError(f"`shape` must get the full_load or the split_r0 template; {shape} gets neither.")
+    raise ValueError(
+        f"`shape` must get the full_load or the split_r0 template, the two laid out here; {shape} gets neither. "
+        f"Use `demos.channel_grad`."
+    )
 
 
-def _queues(b: Builder, kind: str, shape: tuple[int, int, int], dy: int, x: int) -> tuple[Tile, Tile, Tile, Tile]:
+def _queues(b: Builder, kind: str, shape: tuple[int, int, int], dy: int, x: int, channels: int = 1) -> tuple[Tile, ...]:
     """dy and x of so many elements; mean, rstd and scale; dscale and dbias."""
     n, c, r = shape
+    wide = up(channels, 8)
     words = -(-n * c * r * jnp.dtype(kind).itemsize // 4)  # x lies in a float32 buffer
     moving = b.queue_in("dy", (dy,), kind, depth=2, array=shape)
     kept = b.queue_in("x", (x,), "float32", depth=2, array=(words,), back=(words,))
-    small = b.queue_in("stats", (3, 8), "float32", depth=2, array=(3, c))
-    return moving, kept, small, b.queue_out("dstats", (2, 8), "float32", array=(2, c))
+    small = b.queue_in("stats", (3, wide), "float32", depth=2, array=(3, c))
+    return moving, kept, small, b.queue_out("dstats", (2, wide), "float32", array=(2, c))
 
 
 def _full_load(kind: str, n: int, c: int, r: int, cores: int, once: int) -> TileProgram:
@@ -68,7 +74,7 @@ def _full_load(kind: str, n: int, c: int, r: int, cores: int, once: int) -> Tile
     turns, aligned = -(-mine // once), up(size * n * r, BLOCK) // size
     gap = (c - 1) * r * size if n > 1 else 0
     b = Builder("channel_grad_full_load", grid=(cores,))
-    dy, x, stats, dstats = _queues(b, kind, (n, c, r), once * aligned, once * aligned)
+    dy, x, stats, dstats = _queues(b, kind, (n, c, r), once * aligned, once * aligned, once)
     sums = sums_buffer(b, elements)
     narrow = Tile("x", x.shape, kind)
     with b.loop(turns):
@@ -192,7 +198,7 @@ def channel_scale(shape: tuple[int, ...], dtype: Any, chip: ChipSpec) -> TilePro
 
 def _infer(kind: str, shape: tuple, tile: tuple[int, int, int], turns: int, tiles: int, mine: int) -> TileProgram:
     """Every tile as large as the first; where space is cut, as long as they are on average."""
-    (n, c, r), (samples, channels, long) = shape, tile
+    (_, c, r), (samples, channels, long) = shape, tile
     size, rows = jnp.dtype(kind).itemsize, samples * channels
     length = -(-r // -(-r // long))
     b = Builder("channel_scale", grid=(-(-tiles // mine),))

@@ -16,7 +16,7 @@ from sim_npu.demos.published import BLOCK, LANES, RSTD, add_up, cut, fold, half,
 from sim_npu.ir import TileProgram
 
 MOST_CHANNELS = 4096  # with more, scale and bias are not kept whole
-WELFORD = "Mask Load Cast Load Load Sub Muls Add Store Sub Mul Add Store"  # one more element for the mean and sum of squares of each lane
+WELFORD = "Mask Load Cast Load Load Sub Muls Add Store Sub Mul Add Store"  # one more element per lane
 
 
 def group_norm(shape: tuple[int, ...], dtype: Any, chip: ChipSpec, *, groups: int) -> TileProgram:
@@ -29,13 +29,15 @@ def group_norm(shape: tuple[int, ...], dtype: Any, chip: ChipSpec, *, groups: in
       groups: a divisor of C.
 
     Raises:
-      ValueError: for more than 4096 channels (another template).
+      ValueError: for more than 4096 channels (another template), or groups that do not divide them.
 
     >>> from sim_npu.chips import get_chip
     >>> group_norm((2, 64, 32, 32), "float16", get_chip("950"), groups=4).name
     'group_norm_two_pass'
     """
     n, c, r = fold(shape)
+    if c % groups:
+        raise ValueError(f"`groups` must divide the {c} channels; got {groups}.")
     if c > MOST_CHANNELS:
         raise ValueError(f"`shape` must have at most {MOST_CHANNELS} channels, or gets another template; got {c}.")
     kind, size = jnp.dtype(dtype).name, jnp.dtype(dtype).itemsize
