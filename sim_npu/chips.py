@@ -172,7 +172,10 @@ PROVENANCE = {
         ("vector_issue", "vector_registers"), Provenance("documented", "asc-devkit examples: 950 vector functions")
     ),
     **dict.fromkeys(("has_datacopypad", "has_syncall", "has_bf16_arith"), Provenance("documented", MANUAL)),
-    "cycles_per_repeat": Provenance("documented", f"{MANUAL}; select, move, transpose, gather and unknown assumed"),
+    "cycles_per_repeat": Provenance(
+        "documented",
+        f"{MANUAL}; single: asc-devkit, table of single and dual issue; move, transpose, gather, unknown assumed",
+    ),
     "vec_head": Provenance("fitted", f"{A2_ADD}; {B4_TRACE}"),
     "vec_head_first": Provenance("fitted", B4_TRACE),
     "mte2_head": Provenance("fitted", A2_ADD),

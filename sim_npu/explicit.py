@@ -36,7 +36,9 @@ def explicit_events(
     pending: list[Stmt] = []
 
     def flush(back: str = "") -> None:
-        """Close a block of vector work; the tile `back` is about to be copied out and stays held."""
+        """Close a block of vector work; the input tile `back` is about to be copied out, which frees it."""
+        if back in held:
+            held.remove(back)
         if not pending:
             return
         for name in (s.out for s in walk(pending) if isinstance(s, VecOp)):
@@ -45,7 +47,7 @@ def explicit_events(
                 opened.add(name)
         cost = body_cost(tuple(pending), chip, ub, choose)
         events.append(("vec", cost.vector + cost.loops))
-        events.extend(("free", name) for name in held if name != back)
+        events.extend(("free", name) for name in held)
         held.clear()
         pending.clear()
 
