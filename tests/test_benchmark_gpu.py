@@ -20,7 +20,7 @@ def test_a_dry_run_checks_and_reports(tmp_path, capsys):
 
 def test_a_dry_run_tries_tilings(capsys):
     report = gpu.main(["--dry-run", "--tune"])
-    assert {"kernel", "us", "num_warps"} <= set(report["tuning"][1]) and "now" in capsys.readouterr().out
+    assert {"kernel", "us", "warp_entries"} <= set(report["tuning"][1]) and "now" in capsys.readouterr().out
 
 
 def test_a_dry_run_times_peers(capsys):

@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from normlib.kernels.machine import Machine
 from normlib.kernels.rows import row_moments
-from normlib.kernels.sums import COLUMN_ENTRIES, MERGED_LANES
+from normlib.kernels.sums import MERGED_LANES
 from normlib.kernels.tile import (
     Chunk,
     Operand,
@@ -157,7 +157,7 @@ def _partial(table: Table, view: View, name: str, machine: Machine, rows, chunk,
     outs = [output(shape, dtype, block, lambda i, j, p, t: (i, p, 0, j)) for _ in range(3)]
     result = launch(
         kernel, name, (a, pl.cdiv(l, lanes), parts, steps), [operand(t) for t in present], outs, machine,
-        semantics=("parallel", "parallel", "parallel", "arbitrary"), entries=tile * lanes, per_warp=COLUMN_ENTRIES,
+        semantics=("parallel", "parallel", "parallel", "arbitrary"), entries=tile * lanes, columns=True,
     )  # fmt: skip
     mean, low, m2 = (t.reshape(a, parts, l) for t in result)
     span = turns * tile

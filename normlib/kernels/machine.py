@@ -31,7 +31,8 @@ class Machine:
       interpret: run in Pallas' interpreter: a bool, or `pltpu.InterpretParams` for its checks.
       row_bytes: bytes that a row of a tile takes besides its entries (padding of columns, work space of reductions).
       tuner: chooses among tilings of rows by what they cost (`normlib.passes.tuner`); None for the first that fits.
-      num_warps: warps of a Triton program; None leaves it to the tile's size.
+      warp_entries, column_warp_entries: elements of a tile, of rows or of columns, for each warp of a Triton program:
+        adding columns needs no exchange between threads.
       num_stages: loads that a loop of a Triton program has in flight.
       entries: elements of a tile of a Triton program.
       column_lanes: lanes of a tile of columns at most.
@@ -53,7 +54,8 @@ class Machine:
     interpret: Any = False
     row_bytes: int = 0
     tuner: Any = None
-    num_warps: int | None = None
+    warp_entries: int = 512
+    column_warp_entries: int = 2048
     num_stages: int = 2
     entries: int = 4096
     column_lanes: int = 512
@@ -64,10 +66,10 @@ class Machine:
         """A machine with some fields changed."""
         return dataclasses.replace(self, **changes)
 
-    def compiler_params(self, semantics: tuple[str, ...], entries: int, per_warp: int = 512) -> Any:
-        """What Pallas is told for a grid with `semantics` and tiles of `entries` elements, `per_warp` for each warp."""
+    def compiler_params(self, semantics: tuple[str, ...], entries: int, *, columns: bool = False) -> Any:
+        """What Pallas is told for a grid with `semantics` and tiles of `entries` elements, of rows or of columns."""
         if self.name == "gpu":
-            warps = self.num_warps or max(1, min(16, entries // per_warp))
+            warps = max(1, min(16, entries // (self.column_warp_entries if columns else self.warp_entries)))
             return pltriton.CompilerParams(num_warps=1 << (warps.bit_length() - 1), num_stages=self.num_stages)
         return pltpu.CompilerParams(dimension_semantics=semantics)  # type: ignore[arg-type]
 

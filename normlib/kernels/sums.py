@@ -31,7 +31,6 @@ from normlib.kernels.tile import (
 from normlib.kernels.view import columns_of, last_run, rows_of
 from normlib.precision import wide_dtype
 
-COLUMN_ENTRIES = 2048  # of a tile of columns, a warp of Triton: adding them needs no exchange between threads
 MERGED_LANES = 32  # of a program that merges: few, so that there are many programs
 
 # Of float32 tiles (masks bool), the summands as tiles of the first operand's shape.
@@ -225,7 +224,7 @@ def _column_sums(terms, view, operands, *, number, name, machine, rows, chunk, m
     outs = [output(shape, dtype, block, lambda i, j, p, t: (i, p, 0, j)) for _ in range(number)]
     found = launch(
         kernel, name, (a, pl.cdiv(l, lanes), parts, steps), [operand(t) for t in present], outs, machine,
-        semantics=("parallel", "parallel", "parallel", "arbitrary"), entries=tile * lanes, per_warp=COLUMN_ENTRIES,
+        semantics=("parallel", "parallel", "parallel", "arbitrary"), entries=tile * lanes, columns=True,
     )  # fmt: skip
     found = [t.reshape(a, parts, l) for t in found]
     if parts == 1:

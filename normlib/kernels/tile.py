@@ -197,7 +197,7 @@ class Operand:
 def launch(
     kernel: Callable[..., None], name: str, grid: tuple[int, ...], inputs: Sequence[Operand],
     outputs: Sequence[Operand], machine: Machine, *, semantics: tuple[str, ...], entries: int, scratch: Sequence = (),
-    per_warp: int = 512,
+    columns: bool = False,
 ) -> list[Array]:  # fmt: skip
     """Call `kernel(*input_refs, *output_refs, *scratch_refs)`; outputs vary over the mesh axes that any input does."""
     names = sorted(set().union(*(varying(o.array) for o in inputs)))
@@ -211,7 +211,7 @@ def launch(
         out_specs=[o.spec for o in outputs],
         out_shape=[jax.ShapeDtypeStruct(o.array.shape, o.array.dtype, manual_axis_type=vary_over) for o in outputs],
         scratch_shapes=list(scratch),
-        compiler_params=machine.compiler_params(semantics, entries, per_warp),
+        compiler_params=machine.compiler_params(semantics, entries, columns=columns),
         interpret=machine.interpret,
     )(*(lax.optimization_barrier(arrays) if machine.interpret else arrays))
     # a grid of one step is inlined: what is around it would change how its products and sums are contracted
