@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from normlib.kernels.affine import affine_tile, elementwise, grad_tile
+from normlib.kernels.column_moments import moments
 from normlib.kernels.machine import Machine
 from normlib.kernels.rows import row_norm
 from normlib.kernels.rows_grad import Given, row_norm_grad
@@ -58,6 +59,14 @@ class Case:
         return [
             rng.random(s) < 0.7 if d == "mask" else (rng.normal(size=s) + 1).astype(np.float32).astype(d)
             for s, d in self.shapes
+        ]
+
+    def on_device(self, seed: int = 0) -> list[jax.Array]:
+        """Such operands, made on the default device."""
+        keys = jax.random.split(jax.random.key(seed), len(self.shapes))
+        return [
+            jax.random.bernoulli(key, 0.7, s) if d == "mask" else (jax.random.normal(key, s) + 1).astype(d)
+            for key, (s, d) in zip(keys, self.shapes)
         ]
 
     def error(self, arrays: list[np.ndarray], results: Any) -> float:
@@ -175,6 +184,24 @@ def sums_case(name, shape, dtype, axes, *, mask=None, **tiling) -> Case:
     )  # fmt: skip
 
 
+def moments_case(name, shape, dtype, axes, **tiling) -> Case:
+    """Mean and sum of squared deviations over axes."""
+
+    def call(machine: Machine, x):
+        mean, _, m2 = moments(x, axes=axes, machine=machine, **tiling)
+        return mean, m2
+
+    def expected(x):
+        return x.mean(axes, keepdims=True), ((x - x.mean(axes, keepdims=True)) ** 2).sum(axes, keepdims=True)
+
+    def base(x):
+        x = x.astype(jnp.float32)
+        mean = x.mean(axes, keepdims=True)
+        return mean, jnp.square(x - mean).sum(axes, keepdims=True)
+
+    return Case(name, call, ((shape, dtype),), expected, int(np.prod([shape[a] for a in axes])), base)
+
+
 def affine_case(name, shape, dtype, sides, *, mask=None, grad=False, **tiling) -> Case:
     """The affine map (or dx) with coefficients of shape `sides`."""
     small = ((sides, jnp.float32),) * 3
@@ -241,6 +268,11 @@ def cases() -> Iterator[Case]:
         ]:  # fmt: skip
             yield sums_case(f"sums/{path}/{tag}", shape, dtype, axes)
             yield sums_case(f"sums/{path}/{tag}/mask", shape, dtype, axes, mask=shape)
+        for path, shape, axes in [
+            ("columns", (300, 40), (0,)), ("tall", (9000, 33), (0,)), ("rows", (40, 300), (1,)),
+            ("image", (5, 24, 77), (0, 2)), ("one", (7, 1), (0,)),
+        ]:  # fmt: skip
+            yield moments_case(f"moments/{path}/{tag}", shape, dtype, axes)
         for path, shape, sides in [
             ("channels_last", (6, 50, 24), (1, 1, 24)), ("channels_first", (6, 24, 50), (1, 24, 1)),
             ("per_sample", (6, 50, 24), (6, 1, 24)), ("per_row", (70, 300), (70, 1)), ("scalar", (70, 300), (1, 1)),
@@ -251,17 +283,26 @@ def cases() -> Iterator[Case]:
             yield affine_case(f"grad_affine/{path}/{tag}/mask", shape, dtype, sides, grad=True, mask=shape)
 
 
-def large_cases(scale: int = 1) -> Iterator[Case]:
-    """Those worth timing; row counts are divided by `scale`."""
+def large_cases(fewer: int = 1, shorter: int = 1) -> Iterator[Case]:
+    """Those worth timing; `fewer` divides the number of rows, `shorter` their length."""
+
+    def rows(m: int) -> int:
+        return max(m // fewer, 1)
+
     for tag, dtype in (("f32", jnp.float32), ("bf16", jnp.bfloat16)):
-        for d, m in ((1024, 32768), (4096, 8192), (8192, 4096), (65536, 512)):
-            shape, features = (max(m // scale, 1), max(d // scale, 1)), (1, max(d // scale, 1))
+        for d, m in ((1024, 131072), (4096, 32768), (8192, 16384), (65536, 2048)):
+            shape, features = (rows(m), max(d // shorter, 1)), (1, max(d // shorter, 1))
             yield row_case(f"layer_norm/{m}x{d}/{tag}", shape, dtype, scale=features, bias=features)
             yield row_case(f"rms_norm/{m}x{d}/{tag}", shape, dtype, scale=features, centered=False)
             yield grad_case(f"layer_norm_grad/{m}x{d}/{tag}", shape, dtype, weight=features)
-        m, c = max(131072 // scale, 1), 256 // min(scale, 8)
-        yield sums_case(f"channel_sums/131072x256/{tag}", (m, c), dtype, (0,))
-        yield affine_case(f"channel_affine/131072x256/{tag}", (m, c), dtype, (1, c))
-        yield affine_case(f"channel_grad/131072x256/{tag}", (m, c), dtype, (1, c), grad=True)
-        yield row_case(f"add_rms_norm/8192x4096/{tag}", (max(8192 // scale, 1), max(4096 // scale, 1)), dtype,
-                       scale=(1, max(4096 // scale, 1)), terms=2, centered=False)  # fmt: skip
+        shape, features = (rows(32768), max(4096 // shorter, 1)), (1, max(4096 // shorter, 1))
+        yield row_case(f"add_rms_norm/32768x4096/{tag}", shape, dtype, scale=features, terms=2, centered=False)
+        for c, m in ((256, 524288), (4096, 32768)):
+            shape = (rows(m), max(c // shorter, 1))
+            yield sums_case(f"column_sums/{m}x{c}/{tag}", shape, dtype, (0,))
+            yield moments_case(f"column_moments/{m}x{c}/{tag}", shape, dtype, (0,))
+        shape = (rows(524288), max(256 // shorter, 1))
+        yield affine_case(f"channel_affine/524288x256/{tag}", shape, dtype, (1, shape[1]))
+        yield affine_case(f"channel_grad/524288x256/{tag}", shape, dtype, (1, shape[1]), grad=True)
+        shape = (rows(64), 256, max(3136 // shorter, 1))
+        yield moments_case(f"image_moments/64x256x3136/{tag}", shape, dtype, (0, 2))

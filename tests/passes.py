@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import normlib as nl
 
-# name -> (backend, options); "gpu" and "tpu" are those machines' tilings in the interpreter
+# name -> (backend, options); "gpu" and "tpu" are those machines' tilings, in the interpreter where there is no such machine
 PASSES = {
     "xla": ("xla", {}),
     "cpu": ("pallas", {"platform": "cpu"}),
-    "gpu": ("pallas", {"platform": "gpu", "interpret": True}),
-    "tpu": ("pallas", {"platform": "tpu", "interpret": True}),
+    "gpu": ("pallas", {"platform": "gpu"}),
+    "tpu": ("pallas", {"platform": "tpu"}),
     "npu": ("npu", {"precision": "fp32"}),
 }
 TILE_PASSES = ("cpu", "gpu", "npu")

@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from normlib.kernels.machine import Machine
 from normlib.kernels.rows import row_moments
-from normlib.kernels.sums import PARTS
+from normlib.kernels.sums import MERGED_LANES
 from normlib.kernels.tile import (
     Chunk,
     Operand,
@@ -85,25 +85,27 @@ def _columns(table: Table, view: View, name: str, machine: Machine, rows=None, c
     a, number, l = parts.mean.shape
     if number > 1:
         merge = columns_of((a, number, l), (1,))
-        parts = _partial(parts, merge, f"{name}_merge", machine, number, None)
+        # a Triton program walks all parts of a few columns
+        tall = (min(number, 128), MERGED_LANES, 1) if machine.masked else (number, None)
+        parts = _partial(parts, merge, f"{name}_merge", machine, *tall)
     mean, low, m2 = (view.back(t) for t in (parts.mean, parts.low, parts.m2) if t is not None)
     return Table(mean, low, m2, each)
 
 
-def _partial(table: Table, view: View, name: str, machine: Machine, rows, chunk) -> Table:
+def _partial(table: Table, view: View, name: str, machine: Machine, rows, chunk, most=None) -> Table:
     """Moments of the parts of the rows, `[A, parts, L]`, with their counts."""
     a, m, l = view.tile_shape
     present = [view.array(t) for t in (table.mean, table.low, table.m2) if t is not None]
     present += [] if table.counts is None else [table.counts]
     dtype = wide_dtype(table.mean.dtype)
-    lanes = lanes_per_tile(l, chunk or 512, machine)
+    lanes = lanes_per_tile(l, chunk or machine.column_lanes, machine)
     fit = that_fit(present, lanes, machine, size=a * m * l, extra=16)
     if rows is not None and fit < rows and not machine.masked:
         lanes = lanes_per_tile(l, lanes * fit // rows, machine)
     whole = pl.next_power_of_2(m) if machine.power_of_two else m
     tile = whole if rows == m else rows_per_tile(m, rows or fit, machine)
     blocks = pl.cdiv(m, tile)
-    turns = pl.cdiv(blocks, min(PARTS, blocks))
+    turns = pl.cdiv(blocks, min(most or machine.parts, blocks))
     parts = pl.cdiv(blocks, turns)
     # where steps run in order, tiles of a part are steps of the grid; elsewhere a program walks them
     walk, steps = (1, turns) if machine.sequential else (turns, 1)

@@ -32,6 +32,10 @@ class Machine:
       row_bytes: bytes that a row of a tile takes besides its entries (padding of columns, work space of reductions).
       tuner: chooses among tilings of rows by what they cost (`normlib.passes.tuner`); None for the first that fits.
       num_warps: warps of a Triton program; None leaves it to the tile's size.
+      num_stages: loads that a loop of a Triton program has in flight.
+      entries: elements of a tile of a Triton program.
+      column_lanes: lanes of a tile of columns at most.
+      parts: partial sums of a column at most, which a second kernel merges.
 
     >>> MACHINES["gpu"].power_of_two, MACHINES["npu"].sequential
     (True, True)
@@ -49,6 +53,10 @@ class Machine:
     row_bytes: int = 0
     tuner: Any = None
     num_warps: int | None = None
+    num_stages: int = 2
+    entries: int = 4096
+    column_lanes: int = 512
+    parts: int = 48
 
     def replace(self, **changes: Any) -> Machine:
         """A machine with some fields changed."""
@@ -58,7 +66,7 @@ class Machine:
         """What Pallas is told for a grid with `semantics` and tiles of `entries` elements."""
         if self.name == "gpu":
             warps = self.num_warps or max(1, min(16, entries // 512))
-            return pltriton.CompilerParams(num_warps=1 << (warps.bit_length() - 1), num_stages=2)
+            return pltriton.CompilerParams(num_warps=1 << (warps.bit_length() - 1), num_stages=self.num_stages)
         return pltpu.CompilerParams(dimension_semantics=semantics)  # type: ignore[arg-type]
 
 

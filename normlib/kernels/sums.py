@@ -31,7 +31,7 @@ from normlib.kernels.tile import (
 from normlib.kernels.view import columns_of, last_run, rows_of
 from normlib.precision import wide_dtype
 
-PARTS = 48  # partial sums of a column at most, one per vector core of the largest A2 chip
+MERGED_LANES = 32  # of a program that merges: few, so that there are many programs
 
 # Of float32 tiles (masks bool), the summands as tiles of the first operand's shape.
 Terms = Callable[..., tuple[Array, ...]]
@@ -150,17 +150,17 @@ def _row_sums(terms, view, operands, *, number, name, machine, rows, chunk):
     )  # fmt: skip
 
 
-def _column_sums(terms, view, operands, *, number, name, machine, rows, chunk):
+def _column_sums(terms, view, operands, *, number, name, machine, rows, chunk, most=None):
     a, m, l = view.tile_shape
     present = [as_bytes(view.array(t)) for t in operands if t is not None]
     dtype = wide_dtype(present[0].dtype)
-    lanes = lanes_per_tile(l, chunk or 512, machine)
+    lanes = lanes_per_tile(l, chunk or machine.column_lanes, machine)
     fit = rows_that_fit(present, lanes, machine, size=a * m * l, extra=4 * (number + 2))
     if rows is not None and fit < rows and not machine.masked:  # fewer lanes, so that the rows asked for fit
         lanes = lanes_per_tile(l, lanes * fit // rows, machine)
     tile = rows_per_tile(m, rows or fit, machine)
     blocks = pl.cdiv(m, tile)
-    parts = min(PARTS, blocks)
+    parts = min(most or machine.parts, blocks)
     turns = pl.cdiv(blocks, parts)
     parts = pl.cdiv(blocks, turns)
     # where steps run in order, tiles of a part are steps of the grid; elsewhere a program walks them
@@ -230,6 +230,8 @@ def _column_sums(terms, view, operands, *, number, name, machine, rows, chunk):
         return found
     merged = columns_of((a, parts, l), (1,))
     again: Terms = lambda *t: t  # noqa: E731
-    return _column_sums(
-        again, merged, found, number=number, name=f"{name}_merge", machine=machine, rows=parts, chunk=None
-    )
+    if machine.masked:  # a program walks all parts of a few columns: many programs, one launch
+        tall: dict[str, Any] = {"rows": min(parts, 128), "chunk": MERGED_LANES, "most": 1}
+    else:
+        tall = {"rows": parts, "chunk": None}
+    return _column_sums(again, merged, found, number=number, name=f"{name}_merge", machine=machine, **tall)

@@ -192,6 +192,8 @@ def rows_that_fit(operands: Sequence[Array], lanes: int, machine: Machine, *, si
       size: entries of a full operand.
       extra: bytes per entry of outputs and temporaries.
     """
+    if machine.masked:
+        return max(1, machine.entries // lanes)
     width = pl.cdiv(lanes, machine.lane_multiple) * machine.lane_multiple
     entry = extra + sum(2 * t.dtype.itemsize for t in operands if t.size == size)
     fixed = width * sum(2 * t.dtype.itemsize for t in operands if t.shape[2] != 1 and t.size != size)

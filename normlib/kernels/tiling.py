@@ -56,8 +56,9 @@ def tiling(
         m = STEADY_ROWS
     if machine.masked:  # a block is a pointer there: nothing has to stay
         together = _all_rows(m, machine) if pooled else 1
-        lanes = lanes_per_tile(l, chunk or max(16, 4096 // together), machine)
-        return Tiling(together if pooled else rows_per_tile(m, rows or max(1, 4096 // lanes), machine), lanes, False)
+        lanes = lanes_per_tile(l, chunk or max(16, machine.entries // together), machine)
+        wanted = rows or max(1, machine.entries // lanes)
+        return Tiling(together if pooled else rows_per_tile(m, wanted, machine), lanes, False)
     if rows is not None and chunk is None and residency == "row":
         return Tiling(rows_per_tile(m, rows, machine), l, False)
     cuts = _Cuts(m, l, machine, moving, temporary, fixed, still, pooled)

@@ -1,0 +1,1 @@
+"""The tile kernels on a GPU: `python -m benchmarks.gpu` (see `benchmarks.gpu.__main__`)."""
