@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from jax.experimental import pallas as pl
 
-from normlib.kernels.channel_cost import MOST_LOOPED, Bytes, ordered
+from normlib.kernels.channel_cost import Bytes, ordered
 from normlib.kernels.channel_sets import Sets
 from normlib.kernels.machine import Machine
 from normlib.kernels.tile import lanes_per_tile
@@ -98,9 +98,7 @@ class _Cuts:
     def masked(self) -> Iterator[Tiling]:
         """A program loops over the rows: nothing has to fit but a chunk."""
         _, m, c, r = self.sets.sides
-        group, entries = self.sets.group, pl.next_power_of_2(r)
-        if entries > MOST_LOOPED:
-            return
+        group, entries, most = self.sets.group, pl.next_power_of_2(r), self.machine.entries
         if group & (group - 1):  # a tile's lanes are a power of two: all channels, or groups that are one themselves
             lanes = [pl.next_power_of_2(c)]
         else:
@@ -108,8 +106,8 @@ class _Cuts:
             lanes = [lanes_per_tile(c, max(n, group), self.machine) for n in wanted]
         for n in dict.fromkeys(lanes):
             members = pl.next_power_of_2(pl.cdiv(n, group)) * n if group > 1 else 0
-            if n * entries <= MOST_LOOPED and members <= 4 * MOST_LOOPED:
-                rows = min(pl.next_power_of_2(m), max(1, MOST_LOOPED // (n * entries)))
+            if n * entries <= most and members <= 4 * most:
+                rows = min(pl.next_power_of_2(m), max(1, most // (n * entries)))
                 rows = min(rows, 1 << (self.asked.bit_length() - 1)) if self.asked else rows
                 yield Tiling(rows, n, False)
 
