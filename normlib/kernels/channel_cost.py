@@ -2,9 +2,9 @@
 
 Two ways do the same. Whole channels in one kernel: one launch, x read once where it fits, but no more cores than there
 are tiles of channels, and rows of a narrow tile are short copies. Moments of parts of the rows, merged, then a map:
-every core works on any shape, for three launches and two reads. The prices are of the simulated AI Core
-(`sim_npu`, 910B2), read off 36 shapes of ResNet-50 and a UNet, forward and backward; choices made with them
-stand beside simulated times in `docs/kernel_templates.md`.
+every core works on any shape, for three launches and two reads. The prices are of the simulated AI Core (`sim_npu`,
+910B2), fitted to its times of 446 shapes forward and backward; choices made with them stand beside simulated times in
+`docs/kernel_templates.md`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from normlib.kernels.channel_sets import Sets
 from normlib.kernels.machine import Machine
 from normlib.kernels.tiling import CORES, Tiling
 
-LAUNCH = 3.0  # µs
-TURN = 0.9  # µs of the instructions that a walk has per turn, whatever its size
-POOLED = 1.0  # µs of pooling the lanes of groups, per tile
-BYTE = 0.015e-3  # µs per byte moved by a core alone
-SHARED = 0.016e-3  # µs more where all cores move bytes at once
-BURST = 6e-3  # µs * bytes: what an entry costs beside, by the length of the copies it is part of
-PARTS_LAUNCH = 14.0  # µs of the launches of the other way
-PARTS_BYTE = 0.04e-3  # µs per byte and core
+# Of whole channels, in µs: a launch; what a walk's instructions cost per turn whatever its size, and the pooling of
+# lanes per tile; an entry, and a byte of it that moves; what an entry costs beside, times the bytes of the copies that
+# it is part of.
+LAUNCH, TURN, POOLED = 4.5, 0.35, 0.7
+ENTRY, BYTE, BURST = 1.1e-4, 1.0e-5, 7.8e-3
+# Of the other way: its three launches; an entry and a byte of it, on one of all cores.
+PARTS_LAUNCH, PARTS_ENTRY, PARTS_BYTE = 12.5, 2.9e-4, 1.5e-5
+MARGIN = 0.9  # whole channels must be that much cheaper: prices are off by 17 and 20 % (rms)
 MOST_LOOPED = 4096  # entries of a channel that one Triton program walks by itself: one tile, so x is read once or twice
 LEAST_PROGRAMS = 64  # Triton programs: half of a large GPU's multiprocessors
 
@@ -72,15 +72,16 @@ def whole_us(sets: Sets, held: Bytes, tile: Tiling, lane_multiple: int) -> float
     else:
         entries, burst = m * tile.chunk, (tile.chunk if tile.chunk < c else m * c) * item
     moved = held.moving / 2 * (1.5 if tile.streamed else 1.0)
-    entry = moved * (BYTE + SHARED * min(1.0, tiles / CORES)) + BURST / burst
+    entry = ENTRY + moved * BYTE + BURST / burst
     pooled = POOLED if sets.group > 1 else 0.0
     return LAUNCH + rounds * (pl.cdiv(m, tile.rows) * TURN + pooled + entries * entry)
 
 
-def parts_us(sets: Sets, held: Bytes) -> float:
+def parts_us(sets: Sets, held: Bytes, lane_multiple: int) -> float:
     """µs of moments of parts, merged, and a map."""
     a, m, c, r = sets.sides
-    return PARTS_LAUNCH + a * m * c * r / CORES * held.moving / 2 * 1.5 * PARTS_BYTE
+    entries = a * m * c * (pl.cdiv(r, lane_multiple) * lane_multiple if sets.spread else r)
+    return PARTS_LAUNCH + entries / CORES * (PARTS_ENTRY + held.moving / 2 * PARTS_BYTE)
 
 
 def ordered(tilings: list[Tiling], sets: Sets, machine: Machine, held: Bytes) -> list[Tiling]:
@@ -104,4 +105,5 @@ def pays(sets: Sets, machine: Machine, held: Bytes, tile: Tiling) -> bool:
         return small or (m * r <= MOST_LOOPED and a * pl.cdiv(c, tile.chunk) >= LEAST_PROGRAMS)
     if machine.name == "tpu":
         return True
-    return whole_us(sets, held, tile, machine.lane_multiple) < parts_us(sets, held)
+    lanes = machine.lane_multiple
+    return whole_us(sets, held, tile, lanes) < MARGIN * parts_us(sets, held, lanes)

@@ -69,7 +69,7 @@ def sets_of(shape: Shape, axes: Sequence[int], *, group: int = 1, channel_axis: 
     """
     long = [a for a in axes if shape[a] != 1]
     kept = [i for i in range(len(shape)) if shape[i] != 1 and i not in long]
-    if not long or not kept or kept[-1] < long[0]:
+    if not long or (kept and kept[-1] < long[0]):
         return None
     between = [i for i in kept if long[0] < i < long[-1]]
     if not between:

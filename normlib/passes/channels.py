@@ -8,6 +8,7 @@ never gathered.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,13 +19,13 @@ from jaxtyping import Array
 from normlib.kernels.channel_cost import Bytes, pays
 from normlib.kernels.channel_grad import channel_norm_grad, grad_bytes
 from normlib.kernels.channel_norm import channel_norm, norm_bytes
+from normlib.kernels.channel_parts import Over, moments_of, parts_backward, parts_forward
 from normlib.kernels.channel_tiling import channel_tilings
 from normlib.kernels.rows_grad import Given, through
 from normlib.kernels.tiling import Tiling
 from normlib.kernels.view import Shape
 from normlib.moments import Moments, count_entries
 from normlib.passes import xla
-from normlib.passes.channel_parts import Over, parts_backward, parts_forward
 from normlib.passes.placement import Split
 from normlib.passes.whole import Backward, Forward
 from normlib.precision import wide
@@ -69,7 +70,7 @@ def forward(
 
     def formula(x, scale, bias, behind):
         s = wide(x)
-        mean, low, m2, rstd = over.moments(s, eps, centered)
+        mean, low, m2, rstd = _moments(over, s, eps, centered)
         z = xla.mapped(s, mean, low, rstd, scale, bias)
         z = z if behind is None else z + wide(behind)
         y = (z if activation is None else activation(z)).astype(dtype)
@@ -145,6 +146,16 @@ def _over(run, terms, weights, axes, channels, channel_axis, others) -> Over | N
     axis = channel_axis % x.ndim
     over = Over(tuple(axes), axis, 1 if channels is None else x.shape[axis] // channels)
     return over if over.fits(x.shape) else None
+
+
+def _moments(over: Over, s: Array, eps: float, centered: bool) -> tuple[Array | None, Array | None, Array, Array]:
+    """(mean, low, m2, rstd) for every channel of s, in plain JAX."""
+    if centered:
+        own = over.pooled(xla.moments(s, axes=over.axes, where=None))
+        return own.mean, own.low, own.m2, own.rstd(eps)
+    m2 = over.summed(xla.sums(s, None, axes=over.axes, where=None)[1])
+    n = math.prod(s.shape[a] for a in over.axes) * over.group
+    return None, None, m2, moments_of(n, None, None, m2).rstd(eps)
 
 
 def _chosen(run, over: Over, held: Bytes, name: str, operands, whole: Callable, parts: Callable) -> Tiling | None:

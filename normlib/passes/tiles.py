@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from normlib.kernels.affine import affine_tile, centred, elementwise, finite, grad_tile
+from normlib.kernels.channel_parts import merged_moments
 from normlib.kernels.column_moments import moments as kernel_moments
 from normlib.kernels.machine import Machine
 from normlib.kernels.sums import sums as kernel_sums
 from normlib.moments import Moments, count_entries
 from normlib.passes import channels, coded, whole, xla
-from normlib.passes.channel_parts import merged_moments
 from normlib.passes.placement import Split
 from normlib.precision import wide
 

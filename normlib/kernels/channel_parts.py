@@ -5,7 +5,6 @@ A device has a part of what shares statistics: its moments are gathered and merg
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from normlib.kernels.rows_grad import Given, through
 from normlib.kernels.sums import sums as kernel_sums
 from normlib.kernels.view import Shape
 from normlib.moments import Moments
-from normlib.passes import xla
 from normlib.scope import unbroadcast
 
 
@@ -86,15 +84,6 @@ class Over:
         n = math.prod(t.shape[a] for a in self.axes) * self.group
         return self.summed(jnp.sum(t, self.axes, keepdims=True)) / n
 
-    def moments(self, s: Array, eps: float, centered: bool) -> tuple[Array | None, Array | None, Array, Array]:
-        """(mean, low, m2, rstd) for every channel of s, in plain JAX."""
-        n = math.prod(s.shape[a] for a in self.axes)
-        if centered:
-            own = self.pooled(xla.moments(s, axes=self.axes, where=None))
-            return own.mean, own.low, own.m2, own.rstd(eps)
-        m2 = self.summed(xla.sums(s, None, axes=self.axes, where=None)[1])
-        return None, None, m2, _moments(n * self.group, None, None, m2).rstd(eps)
-
     def parameters(self, machine: Machine, shapes: dict[str, Shape], shape: Shape, s0: Array, s1: Array) -> list[Array]:
         """The cotangents of parameters of `shapes` from the sums of dz and dz * xhat over every channel of x's part, of
         `shape`."""
@@ -112,7 +101,8 @@ class Over:
         return [found[k] for k in shapes]
 
 
-def _moments(n: int, mean: Array | None, low: Array | None, m2: Array) -> Moments:
+def moments_of(n: int, mean: Array | None, low: Array | None, m2: Array) -> Moments:
+    """Moments of sets of n entries each; no mean and low where they are not centred."""
     zero = jnp.zeros_like(m2)
     count = jnp.full(m2.shape, n, jnp.int32)
     return Moments(count, zero if mean is None else mean, zero if low is None else low, m2)
@@ -129,38 +119,44 @@ def merged_moments(axes: Sequence[int], parts: Sequence[Array], names: Sequence[
 
 def parts_forward(
     machine: Machine, over: Over, x: Array, scale, bias, behind, *, names: Sequence[str], eps: float, centered: bool,
-    activation: Any, dtype: Any,
+    activation: Any, dtype: Any, rows: int | None = None, chunk: int | None = None,
 ) -> list[Array]:  # fmt: skip
-    """[y, mean and low (where centred), m2, rstd] of a device's part of x, statistics for every channel."""
+    """[y, mean and low (where centred), m2, rstd] of a device's part of x, statistics for every channel.
+
+    Tiles have `rows` and `chunk` channels, by default what fits.
+    """
+    tile: dict[str, Any] = {"machine": machine, "rows": rows, "chunk": chunk}
     n = math.prod(x.shape[a] for a in over.axes) * math.prod(lax.axis_size(name) for name in names)
     if centered:
-        found = list(kernel_moments(x, axes=over.axes, machine=machine))
+        found = list(kernel_moments(x, axes=over.axes, **tile))
         found = merged_moments(over.axes, found, names, x.shape) if names else found
-        own = over.pooled(_moments(n, *found))
+        own = over.pooled(moments_of(n, *found))
         mean, low, m2, rstd = own.mean, own.low, own.m2, own.rstd(eps)
     else:
         square = lambda x: (x * x,)  # noqa: E731
-        (m2,) = kernel_sums(square, [x], axes=over.axes, number=1, name="sums", machine=machine)
+        (m2,) = kernel_sums(square, [x], axes=over.axes, number=1, name="sums", **tile)
         m2 = over.summed(lax.psum(m2, names) if names else m2)
-        mean, low, rstd = None, None, _moments(n * over.group, None, None, m2).rstd(eps)
+        mean, low, rstd = None, None, moments_of(n * over.group, None, None, m2).rstd(eps)
 
-    def tile(x, mean, low, rstd, scale, bias, behind):
+    def mapped(x, mean, low, rstd, scale, bias, behind):
         z = affine_tile(x, mean, low, rstd, scale, bias)
         z = z if behind is None else z + behind
         return z if activation is None else activation(z)
 
     y = elementwise(
-        tile, [x, mean, low, rstd, scale, bias, behind], name="affine" if activation is None else "affine_act",
-        dtype=dtype, machine=machine, temporary=12 if activation is None else 20,
+        mapped, [x, mean, low, rstd, scale, bias, behind], name="affine" if activation is None else "affine_act",
+        dtype=dtype, temporary=12 if activation is None else 20, **tile,
     )  # fmt: skip
     return [y, *(t for t in (mean, low, m2, rstd) if t is not None)]
 
 
 def parts_backward(
-    machine: Machine, over: Over, x: Array, *given: Any, names: Sequence[str], activation: Any, behind_dtype: Any
-) -> list[Array]:
+    machine: Machine, over: Over, x: Array, *given: Any, names: Sequence[str], activation: Any, behind_dtype: Any,
+    rows: int | None = None, chunk: int | None = None,
+) -> list[Array]:  # fmt: skip
     """[dx, dz (where asked for), sums of dz and of dz * xhat for every channel] of a device's part of x."""
     v = Given(*given)
+    tile: dict[str, Any] = {"machine": machine, "rows": rows, "chunk": chunk}
 
     def through_tile(x, *given):
         return through(x, Given(*given), activation)
@@ -169,26 +165,25 @@ def parts_backward(
         dz, xhat = through_tile(*tiles)
         return dz, dz * xhat
 
-    run = functools.partial(kernel_sums, name="grad_sums", machine=machine)
-    s0, s1 = run(terms, [x, *given], axes=over.axes, number=2)
+    s0, s1 = kernel_sums(terms, [x, *given], axes=over.axes, number=2, name="grad_sums", **tile)
     s0, s1 = lax.psum((s0, s1), names) if names else (s0, s1)
     n = math.prod(x.shape[a] for a in over.axes) * math.prod(lax.axis_size(name) for name in names) * over.group
     w0, w1 = (s0, s1) if v.scale is None else (s0 * v.scale, s1 * v.scale)
     c0, c1 = over.summed(w0) / n, v.rstd * (over.summed(w1) / n)
 
-    def tile(x, c0, c1, *given):
+    def mapped(x, c0, c1, *given):
         dz, _ = through_tile(x, *given)
         mean, low, rstd, scale = given[1:5]
         return grad_tile(x, dz, mean, low, rstd, scale, c1, None if mean is None else c0)
 
     space = 16 if activation is None else 28
     dx = elementwise(
-        tile, [x, c0, c1, *given], name="grad_affine", dtype=x.dtype, machine=machine, temporary=space,
+        mapped, [x, c0, c1, *given], name="grad_affine", dtype=x.dtype, temporary=space, **tile,
     )  # fmt: skip
     if behind_dtype is None:
         return [dx, s0, s1]
     dz = elementwise(
-        lambda *tiles: through_tile(*tiles)[0], [x, *given], name="act_grad", dtype=behind_dtype, machine=machine,
-        temporary=space,
+        lambda *tiles: through_tile(*tiles)[0], [x, *given], name="act_grad", dtype=behind_dtype, temporary=space,
+        **tile,
     )  # fmt: skip
     return [dx, dz, s0, s1]
