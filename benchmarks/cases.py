@@ -16,6 +16,9 @@ import ml_dtypes
 import numpy as np
 
 from normlib.kernels.affine import affine_tile, elementwise, grad_tile
+from normlib.kernels.channel_grad import channel_norm_grad
+from normlib.kernels.channel_norm import channel_norm
+from normlib.kernels.channel_sets import sets_of
 from normlib.kernels.column_moments import moments
 from normlib.kernels.machine import Machine
 from normlib.kernels.rows import row_norm
@@ -240,6 +243,71 @@ def affine_case(name, shape, dtype, sides, *, mask=None, grad=False, **tiling) -
     return Case(name, call, given, expected, base=None if mask else base)
 
 
+def channel_case(name, shape, dtype, axes, *, group=1, centered=True, grad=False, behind=False, **tiling) -> Case:
+    """A norm over channels with scale and bias, whole channels in one kernel: y and rstd, or dx, dbias and dscale.
+
+    Channels are the last axis, in groups of `group`, or axis 1 where `axes` are (0, 2).
+    """
+    channel = 1 if 2 in axes and len(shape) == 3 else len(shape) - 1
+    sides = tuple(n if i == channel else 1 for i, n in enumerate(shape))
+
+    def split(t):
+        return t.reshape(*t.shape[:-1], -1, group) if group > 1 else t
+
+    def joined(t):
+        return t.reshape(shape) if t.size == np.prod(shape) else t.reshape(*t.shape[:-2], -1)
+
+    over = (*axes, len(shape)) if group > 1 else axes
+
+    def by_channel(t):  # of statistics, from what `split` gave
+        return np.repeat(t, group, -1).reshape(*t.shape[:-2], -1) if group > 1 else t
+
+    def moments_of(x, xp=np):
+        s = split(x)
+        mean = s.mean(over, keepdims=True) if centered else 0.0
+        return s, mean, 1 / xp.sqrt(((s - mean) ** 2).mean(over, keepdims=True) + EPS)
+
+    def sets():
+        found = sets_of(shape, axes, group=group, channel_axis=channel)
+        assert found is not None
+        return found
+
+    def call(machine: Machine, x, *rest):
+        here = sets()
+        if not grad:
+            out = channel_norm(x, *rest, sets=here, eps=EPS, machine=machine, centered=centered, **tiling)
+            assert out is not None
+            return out.y.reshape(shape), here.view.back(out.rstd)
+        dy, mean, rstd, scale = rest
+        given = Given(dy, *((mean, jnp.zeros_like(mean)) if centered else (None, None)), rstd, scale)
+        out = channel_norm_grad(x, given, sets=here, machine=machine, **tiling)
+        assert out is not None
+        return out.dx.reshape(shape), here.view.back(out.s0), here.view.back(out.s1)
+
+    def expected(x, *rest):
+        if not grad:
+            scale, bias, *more = rest
+            s, mean, rstd = moments_of(x)
+            return joined((s - mean) * rstd) * scale + bias + (more[0] if more else 0), by_channel(rstd)
+        dy, mean, rstd, scale = rest
+        xhat = (x - (mean if centered else 0)) * rstd
+        g = dy * scale
+        c0, c1 = (by_channel(split(t).mean(over, keepdims=True)) for t in (g, g * xhat))
+        return (
+            (g - xhat * c1 - (c0 if centered else 0)) * rstd,
+            dy.sum(axes, keepdims=True),
+            (dy * xhat).sum(axes, keepdims=True),
+        )
+
+    def size(x, *rest):
+        return float(np.max(abs(rest[2] * rest[0] * rest[3]))) if grad else 1e-30
+
+    small = ((sides, jnp.float32),)
+    statistics = ((tuple(1 if i in axes else n for i, n in enumerate(shape)), jnp.float32),)
+    given = ((shape, dtype), *statistics * 2, *small) if grad else (*small * 2, *(((shape, dtype),) if behind else ()))
+    return Case(name, call, ((shape, dtype), *given), expected, size=size)
+
+
 def cases() -> Iterator[Case]:
     """Every path of every kernel, in small arrays."""
     for tag, dtype in DTYPES.items():
@@ -280,6 +348,19 @@ def cases() -> Iterator[Case]:
             ("image", (5, 24, 77), (0, 2)), ("one", (7, 1), (0,)),
         ]:  # fmt: skip
             yield moments_case(f"moments/{path}/{tag}", shape, dtype, axes)
+        for path, shape, axes, options in [
+            ("columns", (70, 40), (0,), {}), ("few", (300, 3), (0,), {}), ("chunks", (70, 150), (0,), {"rows": 16}),
+            ("samples", (3, 37, 24), (1,), {}), ("streamed", (3, 70, 24), (1,), {"rows": 16, "residency": "stream"}),
+            ("groups", (2, 37, 24), (1,), {"group": 4}), ("odd_groups", (2, 20, 60), (1,), {"group": 10, "rows": 16}),
+            ("groups_streamed", (2, 70, 384), (1,), {"group": 128, "rows": 16, "residency": "stream"}),
+            ("channels_first", (5, 24, 49), (0, 2), {}), ("first_chunks", (5, 24, 17), (0, 2), {"rows": 2}),
+            ("first_streamed", (5, 40, 17), (0, 2), {"rows": 2, "residency": "stream"}),
+            ("uncentred", (37, 24), (0,), {"centered": False}),
+            ("uncentred_groups", (2, 37, 24), (1,), {"centered": False, "group": 8}),
+        ]:  # fmt: skip
+            yield channel_case(f"channel_norm/{path}/{tag}", shape, dtype, axes, **options)
+            yield channel_case(f"channel_norm_grad/{path}/{tag}", shape, dtype, axes, grad=True, **options)
+        yield channel_case(f"channel_norm/behind/{tag}", (70, 40), dtype, (0,), behind=True)
         for path, shape, sides in [
             ("channels_last", (6, 50, 24), (1, 1, 24)), ("channels_first", (6, 24, 50), (1, 24, 1)),
             ("per_sample", (6, 50, 24), (6, 1, 24)), ("per_row", (70, 300), (70, 1)), ("scalar", (70, 300), (1, 1)),

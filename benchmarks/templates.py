@@ -1,4 +1,6 @@
-"""Which tiling ops-nn's rules pick for a row norm, which one the simulator picks for ours, and what each would take.
+"""Which tiling ops-nn's rules pick for a norm, which one the simulator picks for ours, and what each would take.
+
+Norms of rows here, those over channels in `benchmarks.channel_templates`.
 
 python -m benchmarks.templates [--write]      # --write: docs/kernel_templates.md
 """
@@ -16,6 +18,8 @@ from typing import Any
 import jax.numpy as jnp
 
 import sim_npu
+from benchmarks.channel_templates import rows as channel_rows
+from benchmarks.channel_templates import section
 from normlib import kernels
 from sim_npu import TilePlan
 from sim_npu.footprint import CapacityError
@@ -148,9 +152,11 @@ def page(found: Sequence[Row], chip: str) -> str:
     faster = [r.their_us / r.our_us for r in found if r.their_us]
     median = sorted(faster)[len(faster) // 2]
     lines = [
-        f"""# Templates of the row kernels
+        f"""# Templates of the kernels
 
-Written by `python -m benchmarks.templates --write` on {today}, chip {chip}, {ROWS} rows.
+Written by `python -m benchmarks.templates --write` on {today}, chip {chip}.
+
+## Norms of rows, {ROWS} of them
 
 ops-nn picks a kernel template by rules on the row's length (column *ops-nn*, its A2 rules restated in the code). Here
 one kernel is tiled by a plan, and `sim_npu.best_plan` picks the plan (column *ours*). Both columns of µs are **our
@@ -186,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help=f"fail where a row is not in {PATH.name}")
     parser.add_argument("--chip", default="910b2", help="chip of the simulator")
     options = parser.parse_args(arguments)
-    text = page(list(rows(options.chip)), options.chip)
+    text = page(list(rows(options.chip)), options.chip) + section(list(channel_rows(options.chip)))
     if options.write:
         PATH.write_text(text, encoding="utf-8")
     if options.check:

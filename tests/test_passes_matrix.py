@@ -30,6 +30,10 @@ ODD = [
     ("layer_norm", (1, 1)), ("layer_norm", (5, 1)), ("rms_norm", (1, 7)), ("layer_norm", (3, 1025)),
     ("rms_norm", (2, 5000)), ("layer_norm", (1025, 8)), ("batch_norm", (1025, 1, 3)), ("batch_norm", (2, 1, 1)),
     ("group_norm", (1, 65, 4)), ("instance_norm", (2, 97, 31)), ("layer_norm_first", (1, 6)),
+    # whole channels: groups of odd widths, more channels than a tile, one channel, samples of one entry, one sample
+    ("group_norm", (2, 70, 60)), ("batch_norm", (33, 2, 1200)), ("batch_norm_first", (5, 1, 3, 3)),
+    ("batch_norm_first", (40, 33, 1, 1)), ("batch_norm_first", (3, 70, 5, 7)), ("instance_norm", (1, 2, 600)),
+    ("batch_norm_first", (1, 3, 2, 2)),
 ]  # fmt: skip
 
 

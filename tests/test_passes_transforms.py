@@ -12,6 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import normlib as nl
+from normlib.passes import PallasPass
+from normlib.passes import channels as channels_pass
 from tests import distributed, reference
 from tests.matrix import BY_NAME, inputs
 from tests.passes import TILE_PASSES, on
@@ -172,6 +174,7 @@ def meshes():
 
 
 BN = lambda *args: nl.batch_norm(*args).y  # noqa: E731
+BN_ACT = lambda *args: nl.batch_norm_act(*args, residual=args[0]).y  # noqa: E731
 GN = functools.partial(nl.group_norm, num_groups=4)
 # operator, mesh, how x and the parameters lie, collectives of forward and backward: dscale and dbias are added in one,
 # and batch statistics take one forward (moments, gathered and merged) and one backward, which is also dscale and dbias
@@ -181,7 +184,13 @@ GLOBAL = [
     ("layer_norm", nl.layer_norm, "4", P("d"), P(), ADDED), ("rms_norm", nl.rms_norm, "8", P("d"), P(), ADDED),
     ("layer_norm", nl.layer_norm, "4x2", P("d", "m"), P(), ADDED),
     ("batch_norm", BN, "4", P("d"), P(), POOLED), ("batch_norm", BN, "4x2", P("d", None, "m"), P("m"), POOLED),
-    ("group_norm", GN, "4", P("d"), P(), ADDED),
+    ("batch_norm_act", BN_ACT, "4", P("d"), P(), POOLED), ("group_norm", GN, "4", P("d"), P(), ADDED),
+    # whole channels are one kernel where a device has them, and moments of its part where it has not
+    ("group_norm", GN, "4", P(None, "d"), P(), POOLED), 
+    ("group_norm", GN, "4x2", P("m", "d"), P(), POOLED | {"all-reduce": 2}),
+    ("group_norm", GN, "4", P(None, None, "d"), P("d"), {}), ("batch_norm", BN, "4", P(None, None, "d"), P("d"), {}),
+    ("instance_norm", nl.instance_norm, "4x2", P("d", None, "m"), P("m"), ADDED),
+    ("batch_norm of many", jax.vmap(BN, (1, None, None), 1), "4", P("d"), P(), POOLED),
     ("vmap", jax.vmap(nl.layer_norm, (1, None, None), 1), "4", P("d"), P(), ADDED),
 ]  # fmt: skip
 
@@ -206,6 +215,21 @@ def test_globally_sharded_arrays_are_not_gathered(name, call, mesh, where, param
     assert found[1].sharding.is_equivalent_to(args[0].sharding, 3)
     for f, w in zip(found, want):
         np.testing.assert_allclose(f, w, atol=4e-6 * max(1.0, float(abs(w).max())))
+
+
+def test_whole_channels_are_what_such_norms_take_on_one_device():
+    """Or the table above would count the collectives of another kernel."""
+    x = jnp.ones((16, 8, 32))
+    options = {"eps": 1e-5, "centered": True, "dtype": x.dtype}
+    for axes, channels in (((0, 1), None), ((1,), 4), ((1,), None)):
+        assert channels_pass.forward(PallasPass("cpu"), [x], None, None, None, axes=axes, channels=channels, **options)
+
+
+def test_groups_that_devices_cannot_have_whole_are_gathered_and_right():
+    x = np.random.default_rng(0).normal(size=(4, 6, 32)).astype(np.float32)
+    with on("cpu"):
+        split = jax.device_put(x, NamedSharding(meshes()["8"], P(None, None, "d")))
+        np.testing.assert_allclose(jax.jit(GN)(split), GN(x), atol=2e-6)
 
 
 def test_a_split_row_is_gathered_and_right():

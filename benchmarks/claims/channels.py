@@ -5,17 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 import sim_npu
 from benchmarks.claims.channel_kernels import batch_norm, batch_norm_in_six
 from benchmarks.claims.registry import Figure, Outcome, claim, faster, less
+from normlib import kernels
+from normlib.kernels.machine import MACHINES
 from sim_npu import CapacityError, ChipSpec, TilePlan, get_chip
 
 LAST = ((32 * 56 * 56, 256), (32 * 28 * 28, 512), (32 * 7 * 7, 2048))  # [rows, C] of ResNet-50's stages, 32 images
@@ -49,112 +44,6 @@ def one_kernel() -> Outcome:
     )
 
 
-def channel_split(
-    x: jax.Array, scale: jax.Array, bias: jax.Array, *, channels: int, eps: float = 1e-5, interpret: bool = False
-) -> jax.Array:
-    """Training batch norm of `[N, C, R]`, a core holding whole channels: each is read once and written once."""
-    n, c, r = x.shape
-    inverse = 1.0 / (n * r)
-
-    def kernel(x_ref, scale_ref, bias_ref, y_ref):
-        v = x_ref[...].astype(jnp.float32)
-        centred = v - jnp.sum(v, axis=(0, 2), keepdims=True) * inverse
-        var = jnp.sum(centred * centred, axis=(0, 2), keepdims=True) * inverse
-        y_ref[...] = (centred * (scale_ref[...] / jnp.sqrt(var + eps)) + bias_ref[...]).astype(y_ref.dtype)
-
-    block = pl.BlockSpec((n, channels, r), lambda j: (0, j, 0))
-    vector = pl.BlockSpec((1, channels, 1), lambda j: (0, j, 0))
-    return pl.pallas_call(
-        kernel,
-        name="channel_split",
-        grid=(pl.cdiv(c, channels),),
-        in_specs=[block, vector, vector],
-        out_specs=block,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
-        interpret=interpret,
-    )(x, scale.reshape(1, c, 1), bias.reshape(1, c, 1))
-
-
-def two_scan(
-    x: jax.Array, scale: jax.Array, bias: jax.Array, *, tile: int = 8 * 1024, eps: float = 1e-5, interpret: bool = False
-) -> jax.Array:
-    """The same in two scans over all samples and channels: sums per sample and channel, then the affine map."""
-    n, c, r = x.shape
-    elements = min(r, tile)
-    channels = max(1, min(c, tile // elements))
-    turns = pl.cdiv(r, elements)
-
-    def sums(x_ref, s_ref, q_ref):
-        t = pl.program_id(2)
-
-        @pl.when(t == 0)
-        def _():
-            s_ref[...] = jnp.zeros_like(s_ref)
-            q_ref[...] = jnp.zeros_like(q_ref)
-
-        v = x_ref[...].astype(jnp.float32)
-        if r % elements:
-            inside = jax.lax.broadcasted_iota(jnp.int32, (channels, elements), 1) < r - t * elements
-            v = jnp.where(inside, v, 0.0)
-        s_ref[...] += jnp.sum(v, axis=-1, keepdims=True)
-        q_ref[...] += jnp.sum(v * v, axis=-1, keepdims=True)
-
-    def apply(x_ref, a_ref, b_ref, y_ref):
-        y_ref[...] = (x_ref[...].astype(jnp.float32) * a_ref[...] + b_ref[...]).astype(y_ref.dtype)
-
-    grid = (n, pl.cdiv(c, channels), turns)
-    block = pl.BlockSpec((None, channels, elements), lambda i, j, t: (i, j, t))
-    partial = pl.BlockSpec((None, channels, 1), lambda i, j, t: (i, j, 0))
-    vector = pl.BlockSpec((channels, 1), lambda i, j, t: (j, 0))
-    moving = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"))
-    out = jax.ShapeDtypeStruct((n, c, 1), jnp.float32)
-    s, q = pl.pallas_call(
-        sums,
-        name="scan_sums",
-        grid=grid,
-        in_specs=[block],
-        out_specs=[partial, partial],
-        out_shape=[out, out],
-        compiler_params=moving,
-        interpret=interpret,
-    )(x)
-    factor, offset = _merge_samples(s.reshape(n, c), q.reshape(n, c), scale, bias, 1.0 / (n * r), eps, interpret)
-    return pl.pallas_call(
-        apply,
-        name="scan_apply",
-        grid=grid,
-        in_specs=[block, vector, vector],
-        out_specs=block,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        compiler_params=moving,
-        interpret=interpret,
-    )(x, factor.reshape(c, 1), offset.reshape(c, 1))
-
-
-def _merge_samples(s, q, scale, bias, inverse, eps, interpret):
-    """y = x · factor + offset from the sums of every sample, `[N, C]`; in blocks of channels."""
-    n, c = s.shape
-    width = min(c, 128)
-
-    def kernel(s_ref, q_ref, scale_ref, bias_ref, factor_ref, offset_ref):
-        mean = jnp.sum(s_ref[...], axis=0, keepdims=True) * inverse
-        var = jnp.sum(q_ref[...], axis=0, keepdims=True) * inverse - mean * mean
-        factor = scale_ref[...] / jnp.sqrt(var + eps)
-        factor_ref[...], offset_ref[...] = factor, bias_ref[...] - mean * factor
-
-    column = pl.BlockSpec((1, width), lambda j: (0, j))
-    return pl.pallas_call(
-        kernel,
-        name="scan_merge",
-        grid=(pl.cdiv(c, width),),
-        in_specs=[pl.BlockSpec((n, width), lambda j: (0, j))] * 2 + [column, column],
-        out_specs=[column, column],
-        out_shape=[jax.ShapeDtypeStruct((1, c), jnp.float32)] * 2,
-        interpret=interpret,
-    )(s, q, scale.reshape(1, c), bias.reshape(1, c))
-
-
 # [N, C, R]: small and large batches of ResNet-50's stages, and few channels
 MAP = (
     *((2, c, hw * hw) for c, hw in ((64, 112), (256, 56), (512, 28), (1024, 14), (2048, 7))),
@@ -167,14 +56,25 @@ MAP = (
 BUFFERS = (128, 192, 248, 1024)  # KiB
 
 
-def fastest(fn: Callable, shape: tuple[int, ...], chip: ChipSpec, name: str, sizes: tuple[int, ...]) -> float:
-    """µs of `fn` at the fastest of `sizes` (of its keyword `name`) that fits; infinite where none does."""
+# The two ways of normlib's kernel: tiles of 1 to 64 whole channels, each read once, or moments of every sample and
+# channel, merged, and a map of tiles of so many entries
+WAYS = {
+    "split": [TilePlan(chunk=n, residency="row") for n in (1, 2, 4, 8, 16, 32, 64)],
+    "scans": [TilePlan(chunk=n) for n in (512, 2048, 8192)],
+}
+
+
+def fastest(way: str, shape: tuple[int, ...], chip: ChipSpec) -> float:
+    """µs of normlib's batch norm at the fastest plan of a way that fits; infinite where none does."""
     vector = (shape[1:2], "float32")
+    machine = MACHINES["npu"].replace(tile_bytes=chip.ub_bytes * 15 // 16)
     times = [math.inf]
-    for size, depth in itertools.product(sizes, (1, 2)):
-        with contextlib.suppress(CapacityError):
-            options: dict[str, Any] = {name: size, "plan": TilePlan(queue_depth=depth), "explain_capacity": False}
-            report = sim_npu.simulate(fn, (shape, "float16"), vector, vector, chip=chip, **options)
+    for plan, depth in itertools.product(WAYS[way], (1, 2)):
+        with contextlib.suppress(CapacityError, ValueError):  # the latter from a plan that no channel fits
+            report = sim_npu.simulate(
+                kernels.batch_norm, (shape, "float16"), vector, vector, chip=chip, machine=machine,
+                plan=plan.replace(queue_depth=depth), explain_capacity=False,
+            )  # fmt: skip
             times.append(report.total_us)
     return min(times)
 
@@ -193,9 +93,7 @@ def split() -> Outcome:
     for shape in MAP:
         ratios[shape] = []
         for chip in chips:
-            scans = fastest(two_scan, shape, chip, "tile", (2048, 4096, 8192, 16384))
-            whole = fastest(channel_split, shape, chip, "channels", (1, 2, 4, 8, 16, 32, 64))
-            ratios[shape].append(scans / whole)
+            ratios[shape].append(fastest("scans", shape, chip) / fastest("split", shape, chip))
         cells = " | ".join("no" if ratio == 0 else f"{ratio:.2f}" for ratio in ratios[shape])
         kib = shape[0] * shape[2] * 2 / 1024
         lines.append(f"| {' × '.join(map(str, shape))} | {kib:.3g} | {cells} |")
@@ -204,8 +102,9 @@ def split() -> Outcome:
     by_buffer = sum(any(r > 1 for r in row) and any(r < 1 for r in row) for row in ratios.values())
     fits = sum(0 < ratio < 1 for ratio in flat)
     return Outcome(
-        f"Training batch norm, float16, channels first, {len(MAP)} shapes × {len(BUFFERS)} sizes of the unified "
-        "buffer, each way at its fastest tile and queue depth.",
+        f"normlib's batch norm in training, float16, channels first, {len(MAP)} shapes × {len(BUFFERS)} sizes of the "
+        "unified buffer: whole channels in one kernel against moments, merged, and a map, each way at its fastest tile "
+        "and queue depth.",
         (
             Figure("cases where the split wins", by_shape[0], asked=1, unit="", threshold=True),
             Figure("cases where two scans win", by_shape[1], asked=1, unit="", threshold=True),

@@ -1,5 +1,9 @@
 """Tile kernels in Pallas: one source for the simulated AI Core, GPUs and TPUs."""
 
+from normlib.kernels.channel_operators import batch_norm as batch_norm
+from normlib.kernels.channel_operators import batch_norm_grad as batch_norm_grad
+from normlib.kernels.channel_operators import group_norm as group_norm
+from normlib.kernels.channel_operators import group_norm_grad as group_norm_grad
 from normlib.kernels.machine import MACHINES as MACHINES
 from normlib.kernels.machine import Machine as Machine
 from normlib.kernels.operators import add_layer_norm as add_layer_norm

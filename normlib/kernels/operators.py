@@ -37,7 +37,8 @@ def _tile(plan: TilePlan | None) -> dict[str, Any]:
     return {} if plan is None else {"rows": plan.rows, "chunk": plan.chunk}
 
 
-def _machine(machine: str | Machine) -> Machine:
+def machine_of(machine: str | Machine) -> Machine:
+    """A machine, or that of a name; a ValueError that lists the names otherwise."""
     if isinstance(machine, Machine):
         return machine
     if machine not in MACHINES:
@@ -53,7 +54,12 @@ def _check(x: Array, machine: str | Machine, *, same=None, lanes=None, rows=None
         for name, t in (given or {}).items():
             if t is not None and tuple(t.shape) != tuple(wanted):
                 raise ValueError(f"`{name}` must have shape {tuple(wanted)} beside x {x.shape}; got {tuple(t.shape)}.")
-    if _machine(machine).name == "npu" and not isinstance(x, jax.core.Tracer):
+    refuse_values(x, machine_of(machine))
+
+
+def refuse_values(x: Array, machine: Machine) -> None:
+    """Raise for an array, not a traced one, of any shape beside the machine "npu"."""
+    if machine.name == "npu" and not isinstance(x, jax.core.Tracer):
         raise ValueError(
             "`machine` 'npu' is a simulated core: for values call sim_npu.emulate(kernel, x, ...), for time "
             "sim_npu.simulate(kernel, x, ...); machine='cpu' runs the kernel in Pallas' interpreter."
@@ -92,7 +98,7 @@ def layer_norm(
     """
     _check(x, machine, lanes={"scale": scale, "bias": bias})
     view = _rows(x, scale, bias)
-    out = row_norm([x], _lanes(scale), _lanes(bias), view=view, eps=eps, machine=_machine(machine), **_tiling(plan))
+    out = row_norm([x], _lanes(scale), _lanes(bias), view=view, eps=eps, machine=machine_of(machine), **_tiling(plan))
     assert out.mean is not None
     return out.y.reshape(x.shape), out.mean.reshape(-1), out.m2.reshape(-1), out.rstd.reshape(-1)
 
@@ -120,7 +126,7 @@ def rms_norm(
     _check(x, machine, lanes={"scale": scale})
     view = _rows(x, scale)
     out = row_norm(
-        [x], _lanes(scale), view=view, eps=eps, centered=False, machine=_machine(machine), **_tiling(plan)
+        [x], _lanes(scale), view=view, eps=eps, centered=False, machine=machine_of(machine), **_tiling(plan)
     )  # fmt: skip
     return out.y.reshape(x.shape), out.rstd.reshape(-1)
 
@@ -187,7 +193,7 @@ def layer_norm_grad(
     view = _rows(x, scale)
     mean, low, rstd = (t.reshape(-1, 1) for t in (mean, jnp.zeros_like(mean), rstd))
     given = Given(dy, mean, low, rstd, _lanes(scale))
-    return row_norm_grad([x], given, view=view, machine=_machine(machine), **_tiling(plan)).ds[0].reshape(x.shape)
+    return row_norm_grad([x], given, view=view, machine=machine_of(machine), **_tiling(plan)).ds[0].reshape(x.shape)
 
 
 def rms_norm_grad(
@@ -209,7 +215,7 @@ def rms_norm_grad(
     _check(x, machine, same={"dy": dy}, rows={"rstd": rstd}, lanes={"scale": scale})
     view = _rows(x, scale)
     given = Given(dy, None, None, rstd.reshape(-1, 1), _lanes(scale))
-    return row_norm_grad([x], given, view=view, machine=_machine(machine), **_tiling(plan)).ds[0].reshape(x.shape)
+    return row_norm_grad([x], given, view=view, machine=machine_of(machine), **_tiling(plan)).ds[0].reshape(x.shape)
 
 
 def channel_sums(
@@ -224,7 +230,7 @@ def channel_sums(
     """
     _check(x, machine)
     found = sums(
-        lambda x: (x, x * x), [x], axes=(0,), number=2, name="channel_sums", machine=_machine(machine), **_tile(plan)
+        lambda x: (x, x * x), [x], axes=(0,), number=2, name="channel_sums", machine=machine_of(machine), **_tile(plan)
     )  # fmt: skip
     return found[0].reshape(-1), found[1].reshape(-1)
 
@@ -248,7 +254,7 @@ def channel_grad_sums(
     _check(x, machine, same={"dy": dy}, lanes={"mean": mean, "rstd": rstd})
     found = sums(
         lambda x, dy, mean, rstd: (dy, dy * ((x - mean) * rstd)), [x, dy, _lanes(mean), _lanes(rstd)], axes=(0,),
-        number=2, name="channel_grad_sums", machine=_machine(machine), **_tile(plan),
+        number=2, name="channel_grad_sums", machine=machine_of(machine), **_tile(plan),
     )  # fmt: skip
     return found[0].reshape(-1), found[1].reshape(-1)
 
@@ -273,7 +279,7 @@ def channel_affine(
     _check(x, machine, lanes={"mean": mean, "rstd": rstd, "scale": scale, "bias": bias})
     operands = [x, *(_lanes(t) for t in (mean, jnp.zeros_like(mean), rstd, scale, bias))]
     return elementwise(
-        affine_tile, operands, name="channel_affine", dtype=x.dtype, machine=_machine(machine), **_tile(plan)
+        affine_tile, operands, name="channel_affine", dtype=x.dtype, machine=machine_of(machine), **_tile(plan)
     )  # fmt: skip
 
 
@@ -301,7 +307,7 @@ def channel_grad(
     _check(x, machine, same={"dy": dy}, lanes=lanes)
     operands = [x, dy, *(_lanes(t) for t in (mean, jnp.zeros_like(mean), rstd, weight, c1, c0))]
     return elementwise(
-        grad_tile, operands, name="channel_grad", dtype=x.dtype, machine=_machine(machine), **_tile(plan)
+        grad_tile, operands, name="channel_grad", dtype=x.dtype, machine=machine_of(machine), **_tile(plan)
     )  # fmt: skip
 
 
@@ -309,7 +315,7 @@ def _add_norm(x1, x2, scale, bias, centered, eps, plan, machine) -> tuple[Array,
     _check(x1, machine, same={"x2": x2}, lanes={"scale": scale, "bias": bias})
     out = row_norm(
         [x1, x2], _lanes(scale), _lanes(bias), view=_rows(x1, scale, bias), eps=eps, centered=centered,
-        residual_dtype=x1.dtype, machine=_machine(machine), name="add_layer_norm" if centered else "add_rms_norm",
+        residual_dtype=x1.dtype, machine=machine_of(machine), name="add_layer_norm" if centered else "add_rms_norm",
         **_tiling(plan),
     )  # fmt: skip
     assert out.residual is not None

@@ -37,8 +37,8 @@ class Phase:
       flat_carry, flat: whether the carry, and how many of the new results, the first ones, are `[1, 1]`.
     """
 
-    first: Callable[[Chunk, Any, Columns], Columns]
-    step: Callable[[Chunk, Any, Columns, Columns], Columns]
+    first: Callable[[Any, Any, Columns], Columns]
+    step: Callable[[Any, Any, Columns, Columns], Columns]
     end: Callable[[Any, Columns, Columns], Columns]
     carried: int
     found: int

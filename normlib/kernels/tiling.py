@@ -17,13 +17,15 @@ from normlib.kernels.view import View
 class Tiling:
     """How rows are cut: `rows` per tile, `chunk` lanes at a time, `streamed` where a row does not stay.
 
-    `others` are further tilings that fit, for a tuner to choose from.
+    Of whole channels: `rows` of a tile at a time, `chunk` channels per tile; `in_parts` where a tile holds but a part
+    of a channel and moments are merged. `others` are further tilings that fit, for a tuner to choose from.
     """
 
     rows: int
     chunk: int
     streamed: bool
     others: tuple[Tiling, ...] = ()
+    in_parts: bool = False
 
 
 REREAD = 128 << 20  # bytes of rows in flight that a chip's L2 (192 MiB) keeps until they are read again

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -37,11 +37,30 @@ class Split:
       whole: axes that stay on one device.
       added: axes that may be split, along which results of size 1 are then partial sums, to be added.
       merge: what is done instead of adding: (results, names of mesh axes, shape of x's part) -> results.
+      shared: those of `added` along which `across` takes the kernel's place: (arrays, names of mesh axes) -> results,
+        which share what they must over these names themselves.
+      across: see `shared`.
+      units: (axis, entries) that stay together where an axis is split.
     """
 
     whole: tuple[int, ...] = ()
     added: tuple[int, ...] = ()
     merge: Callable[..., Any] | None = None
+    shared: tuple[int, ...] = ()
+    across: Callable[..., Any] | None = None
+    units: tuple[tuple[int, int], ...] = ()
+
+    def mapped(self, in_axes: Sequence[int | None], size: int) -> Split:
+        """That of the call under one vmap more."""
+        across = self.across
+        if across is None:
+            return self
+
+        def under(arrays: Sequence[Array], names: Sequence[str]) -> Any:
+            one = lambda *arrays: across(arrays, names)  # noqa: E731
+            return jax.vmap(one, in_axes, axis_size=size)(*arrays)
+
+        return replace(self, across=under)
 
 
 def place(
@@ -80,9 +99,10 @@ def _placed(kernel: Kernel, split: Split, interpreted: bool, partition: bool, le
 
     @call.def_vmap
     def _(size, batched, *arrays):
-        inner = jax.vmap(kernel, [0 if b else None for b in batched], axis_size=size)
+        in_axes = [0 if b else None for b in batched]
+        inner = jax.vmap(kernel, in_axes, axis_size=size)
         lifted = tuple((depth, *own) if b else own for b, own in zip(batched, levels))
-        out = _placed(inner, split, interpreted, partition, lifted, depth + 1)(*arrays)
+        out = _placed(inner, split.mapped(in_axes, size), interpreted, partition, lifted, depth + 1)(*arrays)
         return out, jax.tree.map(lambda _: True, out)
 
     return call
@@ -121,6 +141,8 @@ class _Factors:
         self.operands, self.results = self.names[: len(arrays)], self.names[len(arrays) :]
         self.added = {d: f"x{d}" for d in split.added if sizes[d] != 1}
         self.whole = {f"x{d}" for d in split.whole} | {n for names in self.names for n in names if n[0] == "o"}
+        self.shared = [f"x{d}" for d in split.shared]
+        self.units = {f"x{d}": n for d, n in split.units}
         self.levels, self.every = levels, every
 
     def _of(self, number: int, shape: Sequence[int], levels: Sequence[int], sizes: Sequence[int]) -> list[str]:
@@ -149,7 +171,7 @@ class _Factors:
                 parts = math.prod(mesh[a] for a in together)
                 if not together or name in found or name in self.whole or used & set(together):
                     continue
-                if self.sizes[name] % parts == 0:
+                if self.sizes[name] % (parts * self.units.get(name, 1)) == 0:
                     found[name] = axes
                     used |= set(together)
         return found
@@ -165,9 +187,17 @@ class _Factors:
         lead = len(self.every)
         over = []
         for names in self.results:
-            axes = [found[n] for d, n in self.added.items() if n in found and names[lead + d] != n]
-            over.append(tuple(a for one in axes for a in (one if isinstance(one, tuple) else (one,))))
+            over.append(_flat(found[n] for d, n in self.added.items() if n in found and names[lead + d] != n))
         return over
+
+    def across(self, found: dict[str, Any]) -> tuple[str, ...]:
+        """The mesh axes that split what `Split.across` is for."""
+        return _flat(found[n] for n in self.shared if n in found)
+
+
+def _flat(axes: Iterable[Any]) -> tuple[str, ...]:
+    """Names of mesh axes, of entries of a partition spec."""
+    return tuple(a for one in axes for a in (one if isinstance(one, tuple) else (one,)))
 
 
 def _partitioned(kernel: Kernel, split: Split, levels: Levels, *arrays: Array) -> Any:
@@ -181,10 +211,12 @@ def _partitioned(kernel: Kernel, split: Split, levels: Levels, *arrays: Array) -
         if mesh.empty:  # shardings without names: run whole, everywhere
             mesh = Mesh(np.array(sorted(shardings[0].device_set, key=lambda device: device.id)), ("devices",))
         found = factors.assigned([getattr(s, "spec", ()) for s in shardings], mesh.shape)
-        over = factors.partial_sums(found)
+        over, names = factors.partial_sums(found), factors.across(found)
+        if names:
+            over = [tuple(a for a in axes if a not in names) for axes in over]
 
         def local(*parts):
-            results = jax.tree.leaves(kernel(*parts))
+            results = jax.tree.leaves(split.across(parts, names) if names and split.across else kernel(*parts))
             if split.merge is not None and over[0]:
                 results = split.merge(results, over[0], parts[0].shape[len(levels[0]) :])
             elif split.merge is None:

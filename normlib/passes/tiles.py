@@ -8,22 +8,21 @@ kernels. What kernels do not compute (complex numbers, empty arrays) runs on the
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
 from normlib.kernels.affine import affine_tile, centred, elementwise, finite, grad_tile
+from normlib.kernels.channel_parts import merged_moments
 from normlib.kernels.column_moments import moments as kernel_moments
 from normlib.kernels.machine import Machine
 from normlib.kernels.sums import sums as kernel_sums
 from normlib.moments import Moments, count_entries
-from normlib.passes import coded, whole, xla
+from normlib.passes import channels, coded, whole, xla
 from normlib.passes.placement import Split
 from normlib.precision import wide
 
@@ -76,7 +75,7 @@ class TilePass:
         def formula(x):
             return tuple(xla.moments(x, axes=axes, where=None)[1:])
 
-        split = Split(added=axes, merge=functools.partial(_merged_moments, axes))
+        split = Split(added=axes, merge=functools.partial(merged_moments, axes))
         mean, low, m2 = self.call(kernel, formula, [x], statistics=(), split=split)
         return Moments(jnp.broadcast_to(count_entries(x.shape, axes, None), m2.shape), mean, low, m2)
 
@@ -174,15 +173,19 @@ class TilePass:
         operands = [x, mean, low, rstd, scale, bias, behind, where, dy]
         return self.call(kernel, formula, operands, statistics=(1, 2, 3), split=Split())
 
-    # The whole forward or backward in one kernel, or None: where statistics are of one device and of rows
+    # The whole forward or backward in one kernel, of rows or of whole channels, or None: where statistics are of one
+    # device
 
     def forward(self, terms, scale, bias, where, behind=None, **options):
-        """See `normlib.passes.whole.forward`."""
-        return whole.forward(self, terms, scale, bias, where, behind, **options)
+        """See `normlib.passes.whole.forward` and `normlib.passes.channels.forward`."""
+        found = whole.forward(self, terms, scale, bias, where, behind, **options)
+        return channels.forward(self, terms, scale, bias, where, behind, **options) if found is None else found
 
     def backward(self, terms, dy, mean, low, rstd, scale=None, bias=None, behind=None, extra=None, **options):
-        """See `normlib.passes.whole.backward`."""
-        return whole.backward(self, terms, dy, mean, low, rstd, scale, bias, behind, extra, **options)
+        """See `normlib.passes.whole.backward` and `normlib.passes.channels.backward`."""
+        given = terms, dy, mean, low, rstd, scale, bias, behind, extra
+        found = whole.backward(self, *given, **options)
+        return channels.backward(self, *given, **options) if found is None else found
 
     def coded(self, terms, scale, bias, coders, **options):
         """See `normlib.passes.coded.coded`."""
@@ -204,6 +207,9 @@ class TilePass:
         def on_machine(*arrays):
             return kernel(*full(arrays))
 
+        if split is not None and (across := split.across) is not None:
+            split = replace(split, across=lambda arrays, names: across(full(arrays), names))
+
         held = [place for place, i in enumerate(present) if i in statistics]
 
         @jax.custom_jvp
@@ -217,15 +223,6 @@ class TilePass:
             return call(*primals), dots
 
         return call(*(operands[i] for i in present))
-
-
-def _merged_moments(axes, parts, names, shape):
-    """Moments of all devices along `names` from (mean, low, m2) of each, over `axes` of its part of x, of `shape`."""
-    mean, low, m2 = parts
-    table = lax.all_gather(jnp.stack([mean, low, m2]), names)
-    count = jnp.full(table[:, 0].shape, math.prod(shape[a] for a in axes), jnp.int32)
-    merged = Moments(count, table[:, 0], table[:, 1], table[:, 2]).merge_axis(0)
-    return [merged.mean, merged.low, merged.m2]
 
 
 def _affine_order(operands):

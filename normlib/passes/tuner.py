@@ -66,8 +66,11 @@ def tuned() -> dict[str, Tiling]:
 
 
 def save(path: str | Path) -> None:
-    """Write the choices as JSON: {"chip kernel operands": {"rows", "chunk", "streamed"}}."""
-    rows = {k: {"rows": t.rows, "chunk": t.chunk, "streamed": t.streamed} for k, t in sorted(_table.items())}
+    """Write the choices as JSON: {"chip kernel operands": {"rows", "chunk", "streamed"}}, and "in_parts" where true."""
+    rows = {
+        k: {"rows": t.rows, "chunk": t.chunk, "streamed": t.streamed} | ({"in_parts": True} if t.in_parts else {})
+        for k, t in sorted(_table.items())
+    }
     Path(path).write_text(json.dumps(rows, indent=1) + "\n")
 
 
@@ -85,8 +88,9 @@ def load(path: str | Path) -> None:
     _table.update(read)
 
 
-def _tiling(rows: Any, chunk: Any, streamed: Any) -> Tiling:
+def _tiling(rows: Any, chunk: Any, streamed: Any, in_parts: Any = False) -> Tiling:
     """A tiling of a table; a ValueError for sizes that are none."""
-    if type(rows) is not int or type(chunk) is not int or min(rows, chunk) < 1 or type(streamed) is not bool:
-        raise ValueError(f"rows {rows!r}, chunk {chunk!r}, streamed {streamed!r}")
-    return Tiling(rows, chunk, streamed)
+    flags = type(streamed) is bool and type(in_parts) is bool
+    if type(rows) is not int or type(chunk) is not int or min(rows, chunk) < 1 or not flags:
+        raise ValueError(f"rows {rows!r}, chunk {chunk!r}, streamed {streamed!r}, in_parts {in_parts!r}")
+    return Tiling(rows, chunk, streamed, in_parts=in_parts)
