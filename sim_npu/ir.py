@@ -104,6 +104,28 @@ def evaluate(expression: Expr, axes: Sequence[np.ndarray]) -> np.ndarray:
     return _OPERATORS[op](*(evaluate(operand, axes) for operand in operands))
 
 
+def check_blocks(name: str, index: np.ndarray, axis: int, tile: int, length: int) -> None:
+    """Whether every block starts within its array.
+
+    Args:
+      name: of the block.
+      index: block numbers along `axis` at some steps (first elements with `tile` 1).
+      axis: of the array.
+      tile: elements of a block along it.
+      length: elements of the array along it.
+
+    Raises:
+      ValueError: naming the first index that lies outside.
+    """
+    most = max(0, -(-length // tile) - 1)
+    outside = (index < 0) | (index > most)
+    if outside.any():
+        raise ValueError(
+            f"the index map of block `{name}` must stay within 0 and {most} along axis {axis} (an array of {length} in "
+            f"blocks of {tile}); it gives {int(index[outside].flat[0])} at some step."
+        )
+
+
 def axes_of(expression: Expr) -> frozenset[int]:
     """Grid axes that `expression` depends on."""
     if not isinstance(expression, tuple):

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from sim_npu.chips import ChipSpec
-from sim_npu.ir import BlockUse, Expr, TileProgram, When, dtype_bytes, evaluate, is_known, walk
+from sim_npu.ir import BlockUse, Expr, TileProgram, When, check_blocks, dtype_bytes, evaluate, is_known, walk
 from sim_npu.plan import TilePlan
+
+MOST_STEPS = 1 << 26  # arrays of some hundred bytes per step
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,17 @@ class Schedule:
 
 
 def schedule(program: TileProgram, chip: ChipSpec, plan: TilePlan) -> Schedule:
-    """Deal the steps of `program` to cores and classify them."""
+    """Deal the steps of `program` to cores and classify them.
+
+    Raises:
+      ValueError: for more than `MOST_STEPS` steps, or a block outside of its array.
+    """
+    steps = math.prod(program.grid)
+    if steps > MOST_STEPS:
+        raise ValueError(
+            f"`fn`: the grid {program.grid} of kernel `{program.name}` has {steps:,} steps; at most {MOST_STEPS:,} are "
+            "laid out. Use larger blocks."
+        )
     parallel = [a for a, p in enumerate(program.parallel) if p]
     positions = math.prod(program.grid[a] for a in parallel)
     cores = max(1, min(chip.cores, plan.cores or chip.cores, positions))
@@ -127,12 +139,13 @@ class _Steps:
         new, last = self.begins.copy(), self.ends.copy()
         size = np.full(self.steps, dtype_bytes(block.dtype))
         extents = []
-        for expression, tile, length in zip(block.index, block.block_shape, block.array_shape):
+        for axis, (expression, tile, length) in enumerate(zip(block.index, block.block_shape, block.array_shape)):
             if is_known(expression):
                 index = np.asarray(evaluate(expression, self.axes))
             else:  # unknown: assumed to move at every step, and to stay inside
                 index = np.arange(self.steps) % max(1, length // tile)
             index = np.broadcast_to(index, (self.steps,))
+            check_blocks(block.name, index, axis, tile if block.unit == "block" else 1, length)
             if self.steps > 1:
                 changed = index[1:] != index[:-1]
                 new[1:] |= changed

@@ -21,12 +21,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sim_npu import pallas_adapter as adapter
+from sim_npu.arguments import shapes_of
 from sim_npu.chips import ChipSpec, get_chip
 from sim_npu.ir import TileProgram, dtype_bytes
 from sim_npu.oprules import FREE
 from sim_npu.plan import TilePlan
 from sim_npu.result import KernelResult
-from sim_npu.simulate import shapes_of, simulate_program
+from sim_npu.simulate import simulate_program
 from sim_npu.step_report import StepOp, StepReport
 from sim_npu.translate import translate
 
