@@ -22,7 +22,7 @@ MANUAL = "AscendC programming manual (asc-devkit)"
 A2_ADD = "AscendC manual, A2 add sample with six variants"
 B4_TRACE = "AscendC manual, 910B4 profiler samples"
 OPS_NN = "public ops-nn device times, odd cases"
-GE = "cost model of the graph engine's fusion for 950 (hicann/ge, perf_param_v2)"
+GE = "cost model of the graph engine's fusion for 950 (hicann/ge, perf_param_v2: LoadStride, StoreStride)"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class ChipSpec:
       vec_head, vec_head_first: cycles per vector instruction; the first after a wait.
       mte2_head, mte3_head: cycles per copy instruction.
       burst_cycles: extra cycles per contiguous piece of a strided copy.
-      gap_read_cycles, gap_write_cycles: more of them per byte by which the gap between two pieces exceeds whole 256 B.
+      gap_read_cycles, gap_write_cycles: more of them per byte of the gap between two pieces, up to 4 KiB.
       mte2_bytes_per_cycle, mte3_bytes_per_cycle: rate of one core alone, to and from HBM.
       l2_read_bytes_per_cycle, l2_write_bytes_per_cycle: the same for bytes that hit L2; None: as HBM.
       chip_gbps: all reads and writes that miss L2, GB/s.
@@ -327,7 +327,7 @@ CHIPS: dict[str, ChipSpec] = {
             vec_head=2.0,
             mte2_bytes_per_cycle=60.0,
             mte3_bytes_per_cycle=88.0,
-            gap_read_cycles=0.043,
+            gap_read_cycles=0.005,
             gap_write_cycles=0.0385,
             ub_bank_groups=8,
             ub_banks_per_group=2,
