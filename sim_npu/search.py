@@ -63,15 +63,18 @@ def rank_plans(
     """Every plan of `plans` (by default the function's own space times queue depths), simulated and sorted.
 
     Raises:
-      CapacityError: if no plan fits; the text is that of the last one tried.
-      ValueError: if `plans` is empty or holds something else, and as `simulate`.
+      CapacityError: if no plan fits, or `plans` is empty; the text is that of the last one tried.
+      ValueError: if `plans` holds something else, and as `simulate`.
     """
     if plans is None:
         programs_of(fn, *args, **kwargs)  # mistakes in the arguments are told before tilings are made of them
         limit = deepest(get_chip(chip))
         plans = [p for p in enumerate_plans(fn, *shapes_of(args)) if p.queue_depth <= limit]
-    if isinstance(plans, TilePlan) or not (plans := list(plans)) or not all(isinstance(p, TilePlan) for p in plans):
+    plans = plans if isinstance(plans, TilePlan) else list(plans)
+    if isinstance(plans, TilePlan) or not all(isinstance(p, TilePlan) for p in plans):
         raise ValueError(f"`plans` must be TilePlans, at least one; got {plans!r}.")
+    if not plans:
+        raise CapacityError("`plans` must be TilePlans, at least one; got none, so none fits.")
     reports, rejected = [], []
     for plan in plans:
         try:
