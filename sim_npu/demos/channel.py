@@ -56,7 +56,7 @@ def channel_stats(
       mean `[C]` and m2 `[C]`, float32.
 
     Raises:
-      ValueError: for an x that is not `[N, C]` of floats.
+      ValueError: for an x that is not `[N, C]`.
     """
     need_axes("x", x, "N, C")
     n, c = x.shape

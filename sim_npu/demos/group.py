@@ -50,7 +50,7 @@ def group_norm(
       `[N, C, R]` in x's dtype.
 
     Raises:
-      ValueError: if `groups` does not divide the channels, x is not `[N, C, R]` of floats, or scale or bias not `[C]`.
+      ValueError: if `groups` does not divide the channels, x is not `[N, C, R]`, or scale or bias not `[C]`.
     """
     need_axes("x", x, "N, C, R")
     n, c, r = x.shape

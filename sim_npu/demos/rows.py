@@ -90,7 +90,7 @@ def rms_norm(
       `[N, D]` in x's dtype.
 
     Raises:
-      ValueError: for an x that is not `[N, D]` of floats, or a scale of another length.
+      ValueError: for an x that is not `[N, D]`, or a scale of another length.
     """
     _check(x, scale)
     plan = plan or TilePlan()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def need_axes(name: str, array: Any, axes: str) -> None:
-    """An array of floats with as many axes as `axes` names.
+    """An array of real numbers with as many axes as `axes` names.
 
     >>> need_axes("x", jnp.zeros((2, 3)), "N, D")
 
@@ -17,8 +17,8 @@ def need_axes(name: str, array: Any, axes: str) -> None:
     """
     if array.ndim != len(axes.split(",")):
         raise ValueError(f"`{name}` must be [{axes}]; got shape {tuple(array.shape)}.")
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(f"`{name}` must be of a float dtype; got {array.dtype}.")
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+        raise ValueError(f"`{name}` must be of a float or integer dtype; got {array.dtype}.")
 
 
 def need_shape(name: str, array: Any, shape: tuple[int, ...], why: str) -> None:

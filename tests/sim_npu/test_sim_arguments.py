@@ -69,9 +69,9 @@ CALLS = {
         r"`scale` must have shape \(128,\), x's last axis; got \(100,\)",
     ),
     "axes": (lambda: simulate(demos.rms_norm, *ROWS[::-1]), r"`x` must be \[N, D\]; got shape \(128,\)"),
-    "integers": (
-        lambda: simulate(demos.rms_norm, ((64, 128), "int32"), ROWS[1]),
-        "`x` must be of a float dtype; got int32",
+    "truths": (
+        lambda: simulate(demos.rms_norm, ((64, 128), "bool"), ROWS[1]),
+        "`x` must be of a float or integer dtype; got bool",
     ),
     "bias": (
         lambda: simulate(demos.group_norm, ((2, 4, 8), "float32"), *[((3,), "float32")] * 2, groups=2),
