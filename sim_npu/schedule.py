@@ -9,12 +9,12 @@ Steps that copy the same sizes and take the same branches are one *kind* of step
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from sim_npu.chips import ChipSpec
-from sim_npu.ir import BlockUse, Expr, TileProgram, When, check_blocks, dtype_bytes, evaluate, is_known, walk
+from sim_npu.ir import BlockUse, Expr, TileProgram, When, blocks_beyond, dtype_bytes, evaluate, is_known, walk
 from sim_npu.plan import TilePlan
 
 MOST_STEPS = 1 << 26  # arrays of some hundred bytes per step
@@ -60,6 +60,7 @@ class Schedule:
       bytes_in, bytes_out: global memory traffic of all cores.
       copies_in, copies_out: copy instructions of all cores.
       core_bytes_in, core_bytes_out: traffic of that core.
+      beyond: steps, of all cores, at which an input block begins behind the end of its array.
     """
 
     cores: int
@@ -72,6 +73,7 @@ class Schedule:
     copies_out: int
     core_bytes_in: int
     core_bytes_out: int
+    beyond: dict[str, int] = field(default_factory=dict)
 
 
 def schedule(program: TileProgram, chip: ChipSpec, plan: TilePlan) -> Schedule:
@@ -107,6 +109,7 @@ def schedule(program: TileProgram, chip: ChipSpec, plan: TilePlan) -> Schedule:
         copies_out=everything.copies("out"),
         core_bytes_in=mine.total("in"),
         core_bytes_out=mine.total("out"),
+        beyond=everything.beyond,
     )
 
 
@@ -132,6 +135,7 @@ class _Steps:
         self.begins[starts * inner] = True
         self.ends = np.roll(self.begins, -1)
         self.blocks = [b for b in program.blocks if b.space == "ub"]
+        self.beyond: dict[str, int] = {}  # steps at which an input block lies behind its array's end
         self.moves = [self._moves(b) for b in self.blocks]
 
     def _moves(self, block: BlockUse) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -145,7 +149,9 @@ class _Steps:
             else:  # unknown: assumed to move at every step, and to stay inside
                 index = np.arange(self.steps) % max(1, length // tile)
             index = np.broadcast_to(index, (self.steps,))
-            check_blocks(block.name, index, axis, tile if block.unit == "block" else 1, length)
+            number, of = (index, tile) if block.unit == "block" else (index, 1)
+            if steps := blocks_beyond(block.name, block.role, number, axis, of, length):
+                self.beyond[block.name] = steps
             if self.steps > 1:
                 changed = index[1:] != index[:-1]
                 new[1:] |= changed

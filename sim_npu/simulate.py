@@ -160,8 +160,12 @@ def simulate_program(
     sched = schedule(program, chip, plan)
     bodies = [body_cost(program.body, chip, ub, kind.choose) for kind in sched.kinds]
     depth = queue_depths(program, chip, plan)
-    if note := clipped(depth, program, chip, plan):
-        program = dataclasses.replace(program, notes=(*program.notes, note))
+    notes = [
+        f"Block {name} lies behind the end of its array at {n} steps: nothing is copied there, hardware may read it."
+        for name, n in sched.beyond.items()
+    ]
+    notes += [note for note in [clipped(depth, program, chip, plan)] if note]
+    program = dataclasses.replace(program, notes=(*program.notes, *notes)) if notes else program
     if program.queues:
         sched = with_explicit_copies(program, sched)
     moved = traffic(program, sched, chip, cache)

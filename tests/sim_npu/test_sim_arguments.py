@@ -97,12 +97,12 @@ CALLS = {
     "emulated": (lambda: emulate(None, X), "`fn` must be a function of arrays; got None"),
     "emulated without rows": (lambda: emulate(demos.rms_norm, X[:0], X[0]), r"`args\[0\]` must have at least one"),
     "block in": (
-        lambda: simulate(doubled(lambda i: (i + 1, 0), straight), X),
-        "index map of block `in0` must stay within 0 and 7 along axis 0 .*; it gives 8",
+        lambda: simulate(doubled(lambda i: (i - 1, 0), straight), X),
+        "index map of block `in0` must stay within 0 and 7 along axis 0 .*; it gives -1",
     ),
     "block out": (
-        lambda: emulate(doubled(straight, lambda i: (i - 1, 0)), X),
-        "index map of block `.*` must stay within 0 and 7 along axis 0 .*; it gives -1",
+        lambda: emulate(doubled(straight, lambda i: (i + 1, 0)), X),
+        "index map of block `.*` must stay within 0 and 7 along axis 0 .*; it gives 8",
     ),
     "bits": (lambda: PrecisionPolicy(approximate_bits=2.5), "`approximate_bits` must be a whole number.*got 2.5"),
     "seed": (lambda: PrecisionPolicy(arrival_seed="a"), "`arrival_seed` must be a whole number.*got 'a'"),
@@ -182,6 +182,17 @@ def test_blocks_in_any_order_give_what_pallas_gives(into):
     got = emulate(doubled(into, straight), X)
 
     np.testing.assert_array_equal(got, 2 * X.reshape(8, 2, 8)[order].reshape(16, 8))
+
+
+def test_an_input_block_behind_the_end_is_told_and_holds_nothing():
+    fn = doubled(lambda i: (i + 1, 0), straight)
+
+    report, got = simulate(fn, X), emulate(fn, X)
+
+    assert "Block in0 lies behind the end of its array at 1 steps" in str(report)
+    assert report.kernels[0].traffic.reads == X[2:].nbytes
+    np.testing.assert_array_equal(got[:14], 2 * X[2:])
+    assert np.isnan(got[14:]).all()
 
 
 def test_complex_numbers_are_refused():
