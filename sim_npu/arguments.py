@@ -37,6 +37,8 @@ def as_shape(arg: Any) -> Any:
         return jax.ShapeDtypeStruct(_sizes(arg[0]), jax.numpy.dtype(arg[1]))
     if hasattr(arg, "shape") and hasattr(arg, "dtype"):
         return jax.ShapeDtypeStruct(_sizes(arg.shape), arg.dtype)
+    if isinstance(arg, str):
+        raise ValueError(f"{arg!r} is no array; a shape beside a dtype must be a tuple")
     return arg
 
 
@@ -55,12 +57,14 @@ def _sizes(shape: tuple) -> tuple[int, ...]:
 
 
 def check_call(fn: Callable, shaped: tuple, kwargs: dict[str, Any]) -> None:
-    """Whether a kernel can be traced with these arguments at all.
+    """Whether a function takes these arguments.
 
     Raises:
       TypeError: for too few, too many or unknown arguments of `fn`.
-      ValueError: for an array without elements.
+      ValueError: if `fn` is no function.
     """
+    if not callable(fn):
+        raise ValueError(f"`fn` must be a function of arrays; got {fn!r}.")
     name = getattr(fn, "__name__", repr(fn))
     try:
         inspect.signature(fn).bind(*shaped, **kwargs)
@@ -68,6 +72,14 @@ def check_call(fn: Callable, shaped: tuple, kwargs: dict[str, Any]) -> None:
         raise TypeError(f"`fn` ({name}) cannot be called with these arguments: {error}.") from error
     except ValueError:  # built-in callables have no signature
         pass
+
+
+def refuse_empty(shaped: tuple) -> None:
+    """A kernel's arrays have elements.
+
+    Raises:
+      ValueError: for an array without any.
+    """
     for i, arg in enumerate(shaped):
         for leaf in jax.tree.leaves(arg):
             if 0 in getattr(leaf, "shape", ()):

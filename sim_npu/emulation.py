@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from sim_npu import pallas_adapter as adapter
-from sim_npu.arguments import check_call
+from sim_npu.arguments import check_call, refuse_empty
 from sim_npu.chips import ChipSpec
 from sim_npu.grid import run_kernel
 from sim_npu.precision import Kind, Order, PrecisionPolicy, resolve
@@ -65,9 +65,8 @@ def emulate(
     Array([2048., 2048., 2050.], dtype=float32)
     """
     policy = resolve(precision, order, chip)
-    if not callable(fn):
-        raise ValueError(f"`fn` must be a function of arrays; got {fn!r}.")
     check_call(fn, args, {})
+    refuse_empty(args)
     for i, arg in enumerate(args):
         for leaf in jax.tree.leaves(arg):
             if not isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int | complex):

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from sim_npu import pallas_adapter
-from sim_npu.arguments import check_call, plan_for, shapes_of
+from sim_npu.arguments import check_call, plan_for, refuse_empty, shapes_of
 from sim_npu.chips import ChipSpec, get_chip
 from sim_npu.cost import BodyCost, body_cost
 from sim_npu.explicit import check_copies, explicit_events, with_explicit_copies
@@ -92,6 +92,7 @@ def programs_of(fn: Kernel, *args: Any, plan: TilePlan | None = None, **kwargs: 
         return _given(fn, args, kwargs)
     shaped = shapes_of(args)
     check_call(fn, shaped, kwargs)
+    refuse_empty(shaped)
     if is_tunable(fn):
         kwargs = kwargs | {"plan": (plan or TilePlan()).tiling()}
     try:

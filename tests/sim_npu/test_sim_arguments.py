@@ -104,6 +104,18 @@ CALLS = {
         lambda: emulate(doubled(straight, lambda i: (i + 1, 0)), X),
         "index map of block `.*` must stay within 0 and 7 along axis 0 .*; it gives 8",
     ),
+    "list": (
+        lambda: simulate(demos.rms_norm, ([64, 128], "float32")),
+        r"`args\[0\]` must be an array.*'float32' is no array; a shape beside a dtype must be a tuple",
+    ),
+    "step": (lambda: sim_npu.simulate_step(None, X), "`fn` must be a function of arrays; got None"),
+    "step's cache": (lambda: sim_npu.simulate_step(jnp.sin, X, cache="hot"), "`cache` must be one of .* got 'hot'"),
+    "step's fusing": (lambda: sim_npu.simulate_step(jnp.sin, X, fuse="no"), "`fuse` must be True or False; got 'no'"),
+    "step's depth": (
+        lambda: sim_npu.simulate_step(jnp.sin, X, plan=TilePlan(queue_depth=9)),
+        "`queue_depth` of the plan must be at most 8",
+    ),
+    "steps": (lambda: sim_npu.compare_steps(1, 2), "`before` must be a StepReport.*got 1"),
     "bits": (lambda: PrecisionPolicy(approximate_bits=2.5), "`approximate_bits` must be a whole number.*got 2.5"),
     "seed": (lambda: PrecisionPolicy(arrival_seed="a"), "`arrival_seed` must be a whole number.*got 'a'"),
     "flag": (lambda: PrecisionPolicy(int8_chain="yes"), "`int8_chain` must be True or False; got 'yes'"),
@@ -127,7 +139,7 @@ def test_mistakes_are_named(name):
         call()
 
 
-@pytest.mark.parametrize("call", [simulate, sim_npu.best_plan, sim_npu.explain, emulate])
+@pytest.mark.parametrize("call", [simulate, sim_npu.best_plan, sim_npu.explain, emulate, sim_npu.simulate_step])
 def test_arguments_that_the_function_does_not_take_are_named(call):
     with pytest.raises(TypeError, match=r"`fn` \(rms_norm\) cannot be called .*missing a required argument: 'scale'"):
         call(demos.rms_norm, X)
