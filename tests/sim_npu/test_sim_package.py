@@ -149,3 +149,13 @@ def test_a_traced_tiling_is_shared_by_plans_of_other_depths():
 
     a, b = (programs_of(demos.rms_norm, *args, plan=TilePlan(rows=2, queue_depth=d)) for d in (1, 2))
     assert a is b
+
+
+def test_python_work_does_not_grow_with_the_chunks_of_a_row():
+    plan = TilePlan(rows=1, chunk=4096, residency="stream")
+
+    def call():
+        simulate(demos.rms_norm, ((4, 10**8), "float16"), ((10**8,), "float16"), plan=plan)
+
+    call()  # traced
+    assert seconds(call) < 0.5
