@@ -6,7 +6,7 @@ JOBS ?= 2
 # A file's tests stay in one worker: they share compiled programs.
 SPREAD := -n $(JOBS) --dist loadfile
 
-.PHONY: demo test test-new test-new-family lint peers nightly compile-tpu notebooks notebooks-check claims clean
+.PHONY: demo test test-new test-new-family lint peers nightly compile-tpu compile-gpu notebooks notebooks-check claims clean
 
 demo:
 	@tools/setup.sh train
@@ -44,11 +44,14 @@ nightly:
 	@tools/setup.sh dev
 	$(PY) tools/nightly.py --write
 
-# Every kernel through the TPU compiler, which needs no TPU: in an environment of its own, skipped where it has none.
-compile-tpu:
+# Every kernel through the compiler of a TPU or GPU, which need not be there: in an environment of its own, skipped where
+# it has none.
+compile-tpu compile-gpu:
 	@tools/setup.sh dev
-	@python=$$(tools/install_tpu.sh); \
-	if [ -n "$$python" ]; then JAX_PLATFORMS=cpu $$python tools/compile_tpu.py; fi
+	@platform=$(@:compile-%=%); python=$$(tools/install_compiler.sh $$platform); \
+	if [ -n "$$python" ]; then \
+	cuda=$$($$python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13; \
+	JAX_PLATFORMS=cpu XLA_FLAGS=$${XLA_FLAGS:-}" --xla_gpu_cuda_data_dir=$$cuda" $$python tools/compile_ahead.py $$platform; fi
 
 notebooks:
 	@tools/setup.sh dev
@@ -65,4 +68,4 @@ claims:
 	$(PY) -m benchmarks.templates --write > /dev/null
 
 clean:
-	rm -rf .venv .venv-new .venv-tpu .cache runs build dist
+	rm -rf .venv .venv-new .venv-tpu .venv-gpu .cache runs build dist

@@ -127,39 +127,43 @@ def row_case(name, shape, dtype, *, scale=None, bias=None, mask=None, terms=1, c
     return Case(name, call, ((shape, dtype),) * terms + tuple(given), expected, base=base)
 
 
-def grad_case(name, shape, dtype, *, weight=None, centered=True, **tiling) -> Case:
-    """dx of such a norm."""
+def grad_case(name, shape, dtype, *, weight=None, centered=True, sums=False, **tiling) -> Case:
+    """dx of such a norm from x, dy and any mean and rstd; with `sums` the cotangents of scale and bias too."""
     rows = (*shape[:-1], 1)
-
-    def moments(x, xp):
-        mean = x.mean(-1, keepdims=True) if centered else None
-        d = x if mean is None else x - mean
-        return mean, 1 / xp.sqrt((d * d).mean(-1, keepdims=True) + EPS)
+    kept = ((rows, jnp.float32),) * (2 if centered else 1)
 
     def call(machine: Machine, x, dy, *rest):
-        mean, rstd = moments(x.astype(jnp.float32), jnp)
+        (mean, rstd), rest = (rest[:2], rest[2:]) if centered else ((None, rest[0]), rest[1:])
         view = rows_of(shape, (len(shape) - 1,), [shape, rows, *(t.shape for t in rest)])
         assert view is not None
         low = None if mean is None else jnp.zeros_like(mean)
         given = Given(dy, mean, low, rstd, *rest)
-        return (row_norm_grad([x], given, view=view, machine=machine, **tiling).ds[0],)
+        wanted = ("scale", "bias") if sums else ()
+        found = row_norm_grad([x], given, view=view, machine=machine, wanted=wanted, **tiling)
+        return (found.ds[0], *(found.sums[key].sum(1) for key in wanted))
 
-    def plain(x, dy, *rest, xp=np):
-        mean, rstd = moments(x, xp)
-        xhat = (x if mean is None else x - mean) * rstd
+    def plain(x, dy, *rest):
+        (mean, rstd), rest = (rest[:2], rest[2:]) if centered else ((0.0, rest[0]), rest[1:])
+        xhat = (x - mean) * rstd
         g = dy * rest[0] if rest else dy
         c0 = g.mean(-1, keepdims=True) if centered else 0.0
-        return ((g - c0 - xhat * (g * xhat).mean(-1, keepdims=True)) * rstd).reshape(shape)
+        dx = ((g - c0 - xhat * (g * xhat).mean(-1, keepdims=True)) * rstd).reshape(shape)
+        over = tuple(range(len(shape) - 1))
+        return (dx, (dy * xhat).sum(over)[None], dy.sum(over)[None]) if sums else (dx,)
 
     def base(x, dy, *rest):
-        return plain(x.astype(jnp.float32), dy.astype(jnp.float32), *rest, xp=jnp).astype(dtype)
+        dx, *found = plain(x.astype(jnp.float32), dy.astype(jnp.float32), *rest)
+        return (dx.astype(dtype), *found)
 
     def size(x, dy, *rest):
-        """The largest rstd * g: dx of a row of 1 is nothing but the difference of two such."""
-        return float(np.max(abs(moments(x, np)[1] * (dy * rest[0] if rest else dy))))
+        """The largest of what dx is the difference of: of a row of 1 it is nothing else."""
+        (mean, rstd), rest = (rest[:2], rest[2:]) if centered else ((0.0, rest[0]), rest[1:])
+        xhat, g = (x - mean) * rstd, dy * rest[0] if rest else dy
+        return float(np.max(abs(rstd) * (abs(g) + abs(xhat * (g * xhat).mean(-1, keepdims=True)))))
 
     given = () if weight is None else ((weight, jnp.float32),)
-    return Case(name, call, ((shape, dtype), (shape, dtype), *given), lambda *a: (plain(*a),), base=base, size=size)
+    shapes = ((shape, dtype), (shape, dtype), *kept, *given)
+    return Case(name, call, shapes, plain, base=base, size=size)
 
 
 def sums_case(name, shape, dtype, axes, *, mask=None, **tiling) -> Case:
@@ -327,6 +331,9 @@ def cases() -> Iterator[Case]:
                 yield grad_case(f"{norm}_norm_grad/{path}/{tag}", shape, dtype, weight=per_feature, **options)
                 yield grad_case(f"{norm}_norm_grad/{path}/{tag}/plain", shape, dtype, **options)
                 yield grad_case(f"{norm}_norm_grad/{path}/{tag}/full", shape, dtype, weight=shape, **options)
+                if not tiling:
+                    at = f"{norm}_norm_grad/{path}/{tag}/sums"
+                    yield grad_case(at, shape, dtype, weight=per_feature, sums=True, centered=centered)
             if len(shape) == 3:
                 yield row_case(f"layer_norm/per_sample/{tag}", shape, dtype, scale=(shape[0], 1, shape[2]))
         for path, shape, axes in [
@@ -376,6 +383,8 @@ def large_cases(fewer: int = 1, shorter: int = 1) -> Iterator[Case]:
             yield row_case(f"layer_norm/{m}x{d}/{tag}", shape, dtype, scale=features, bias=features)
             yield row_case(f"rms_norm/{m}x{d}/{tag}", shape, dtype, scale=features, centered=False)
             yield grad_case(f"layer_norm_grad/{m}x{d}/{tag}", shape, dtype, weight=features)
+            if d <= 8192:
+                yield grad_case(f"layer_norm_grads/{m}x{d}/{tag}", shape, dtype, weight=features, sums=True)
         shape, features = (rows(32768), max(4096 // shorter, 1)), (1, max(4096 // shorter, 1))
         yield row_case(f"add_rms_norm/32768x4096/{tag}", shape, dtype, scale=features, terms=2, centered=False)
         for c, m in ((256, 524288), (4096, 32768)):

@@ -84,7 +84,7 @@ def _coder(kind: Static | Dynamic, x: Array, axes: tuple[int, ...], bare: bool):
 def _encode(kind: Static | Dynamic, bare: bool, lowest: float, v: Array, zero_point: Array | None) -> Array:
     if bare and kind.format.is_integer and kind.rounding == "rint":
         return to_integers(_half_even(v), kind.format, zero_point, lowest, "floor", None)
-    return _encoded(kind, v, zero_point, lowest)
+    return _encoded(kind, v, zero_point, lowest, in_kernel=True)
 
 
 def _half_even(v: Array) -> Array:

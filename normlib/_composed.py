@@ -27,7 +27,7 @@ from normlib._varying import like, typed_like, varying
 from normlib.engine import normalize
 from normlib.moments import Moments
 from normlib.passes import xla
-from normlib.precision import output_dtype, wide, wide_dtype
+from normlib.precision import output_dtype, rounded, wide, wide_dtype
 from normlib.scope import LOCAL, Scope, unbroadcast
 
 
@@ -103,17 +103,17 @@ def composed(
         room = jnp.asarray(eps, plan.wide)
         # as a program of its own outside of jit (see engine._run), but not one for every new function object
         run = _composed if activation is not None and not isinstance(activation, Swish | Relu) else _run
-        y, rounded, own, total = run(plan, tuple(terms), scale, bias, behind, where, shift, room)
-        return Composed(y, rounded, own, total if scope.has_total else own)
+        y, whole, own, total = run(plan, tuple(terms), scale, bias, behind, where, shift, room)
+        return Composed(y, whole, own, total if scope.has_total else own)
     s = _sum(plan, _weights(plan), *terms)
-    rounded = s.astype(dtype)
-    s = rounded if round_first or plan.is_array else s
+    whole = rounded(s, dtype)
+    s = whole if round_first or plan.is_array else s
     normalized = normalize(
         s, scale, bias, axes=axes, eps=eps, centered=centered, where=where, scale_offset=scale_offset, scope=scope,
         shift=shift, rule=rule, rescale=rescale, batch_invariant=batch_invariant, backend=backend, out_dtype=raw,
     )  # fmt: skip
     y = _activated(plan, normalized.y, behind)
-    return Composed(y, rounded if residual else None, normalized.moments, normalized.total)
+    return Composed(y, whole if residual else None, normalized.moments, normalized.total)
 
 
 class Activation(Protocol):
@@ -174,7 +174,7 @@ def _weights(plan: Plan):
 def _summed(plan: Plan, terms) -> Array | Deferred:
     if plan.is_array:
         s = _sum(plan, _weights(plan), *terms)
-        return s.astype(plan.dtype) if plan.round_first or len(terms) == 1 else s
+        return rounded(s, plan.dtype) if plan.round_first or len(terms) == 1 else s
     return _deferred_sum(plan, terms)
 
 

@@ -38,6 +38,9 @@ INSTRUCTIONS: dict[str, tuple[str, int]] = {
     "DataCopy": ("move", 1),
     "Transpose": ("transpose", 1),
     **dict.fromkeys(("ReduceSum", "ReduceMax", "ReduceMin"), ("reduce", 1)),
+    # of registers (950): a store, and the reduction of each register to one number, never two in a cycle
+    **dict.fromkeys(("LoadAlign", "UpdateMask", "Move"), ("move", 1)),
+    **dict.fromkeys(("StoreAlign", "Reduce"), ("single", 1)),
 }
 
 
@@ -66,10 +69,23 @@ class Builder:
         self._bodies: list[list[Stmt]] = [[]]
 
     def queue_in(
-        self, name: str, shape: tuple[int, ...], dtype: str, *, depth: int = 1, array: tuple[int, ...] | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: str,
+        *,
+        depth: int = 1,
+        array: tuple[int, ...] | None = None,
+        back: tuple[int, ...] | None = None,
     ) -> Tile:
-        """A queue from MTE2 to V with `depth` tiles; `array` is the shape of what it reads in global memory."""
-        return self._queue(name, "in", shape, dtype, depth, array)
+        """A queue from MTE2 to V with `depth` tiles; `array` is the shape of what it reads in global memory.
+
+        `back` is the shape of what `copy_back` writes from its tiles, for kernels that compute in place.
+        """
+        tile = self._queue(name, "in", shape, dtype, depth, array)
+        if back is not None:
+            self._array(f"{name}_back", "out", back, dtype)
+        return tile
 
     def queue_out(
         self, name: str, shape: tuple[int, ...], dtype: str, *, depth: int = 1, array: tuple[int, ...] | None = None
@@ -86,9 +102,12 @@ class Builder:
             raise ValueError(f"`name` of a queue must be new; {name} exists.")
         self._queues[name] = Queue(name, role, shape, dtype, depth)
         if array is not None:
-            tile = (1,) * len(array)
-            self._arrays.append(BlockUse(f"{name}_gm", role, array, dtype, tile, (0,) * len(array), space="global"))
+            self._array(f"{name}_gm", role, array, dtype)
         return Tile(name, shape, dtype)
+
+    def _array(self, name: str, role: str, shape: tuple[int, ...], dtype: str) -> None:
+        """Declare an array in global memory, so that its bytes are known."""
+        self._arrays.append(BlockUse(name, role, shape, dtype, (1,) * len(shape), (0,) * len(shape), space="global"))
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: str) -> Tile:
         """A tile of unified buffer that lives through the program (TBuf)."""
@@ -109,10 +128,31 @@ class Builder:
             )
         self._bodies[-1].append(Copy(tile.name, self._role(tile), bursts, size, pad=False))
 
-    def data_copy_pad(self, tile: Tile, *, bursts: int = 1, burst_bytes: int | None = None) -> None:
-        """DataCopyPad: the same in units of one byte (absent on 310P)."""
+    def data_copy_pad(
+        self, tile: Tile, *, bursts: int = 1, burst_bytes: int | None = None, more: bool = False, gap: int = 0
+    ) -> None:
+        """DataCopyPad: the same in units of one byte (absent on 310P), pieces `gap` bytes apart in global memory.
+
+        With `more`, it adds a piece to the input tile that the copy before began to fill, and takes no buffer.
+
+        Raises:
+          ValueError: for `more` with a tile of an output queue.
+        """
+        size, role = self._piece(tile, bursts, burst_bytes), self._role(tile)
+        if more and role != "in":
+            raise ValueError(f"`more` is for tiles of input queues; {tile.name} is an output.")
+        self._bodies[-1].append(Copy(tile.name, role, bursts, size, pad=True, more=more, gap=gap))
+
+    def copy_back(self, tile: Tile, *, bursts: int = 1, burst_bytes: int | None = None, gap: int = 0) -> None:
+        """DataCopyPad of an input queue's tile to global memory, after work in place; frees the tile when it ends.
+
+        Raises:
+          ValueError: for a tile of an output queue, which `data_copy_pad` copies.
+        """
+        if self._role(tile) != "in":
+            raise ValueError(f"`tile` of a copy back must belong to an input queue; {tile.name} is an output.")
         size = self._piece(tile, bursts, burst_bytes)
-        self._bodies[-1].append(Copy(tile.name, self._role(tile), bursts, size, pad=True))
+        self._bodies[-1].append(Copy(tile.name, "out", bursts, size, pad=True, gap=gap))
 
     def atomic_add(self, tile: Tile, *, bursts: int = 1, burst_bytes: int | None = None) -> None:
         """A copy out that adds into global memory; the order of cores is not determined.
@@ -172,6 +212,10 @@ class Builder:
     def sync_all(self) -> None:
         """SyncAll: every core waits for all (in hardware, or through global memory on 310P)."""
         self._bodies[-1].append(CrossCore("sync"))
+
+    def barrier(self) -> None:
+        """PipeBarrier: this core's units wait for one another."""
+        self._bodies[-1].append(CrossCore("barrier"))
 
     @contextlib.contextmanager
     def loop(self, count: int) -> Iterator[None]:

@@ -17,6 +17,7 @@ import numpy as np
 from sim_npu import demos
 from sim_npu.builder import Builder
 from sim_npu.chips import ChipSpec, get_chip
+from sim_npu.demos import published_grad, published_group
 from sim_npu.fitting import Prior, choose_strength, fit_terms, leave_one_out
 from sim_npu.footprint import CapacityError
 from sim_npu.ir import TileProgram, dtype_bytes
@@ -86,7 +87,8 @@ def shipped_tiling(case: Measured) -> tuple[TilePlan, dict[str, Any]] | None:
 
     RmsNorm on A2 (ops-nn tiling templates): D up to 2000 merges UB / (16 D + 260) rows per loop, longer rows go one by
     one; neither overlaps copies with work. GroupNorm on A2 runs the kernel of GroupNormSilu (ops-nn, `aclnnGroupNorm`):
-    8192 elements at a time, E[x²] - mean². The other operators' templates leave the model's choice.
+    8192 elements at a time, E[x²] - mean². Of GroupNorm and BatchNormGradV3 on 950 see `shipped_program`; RmsNorm's
+    templates there leave the model's choice.
     """
     if case.chip != "910b2":
         return None
@@ -99,9 +101,34 @@ def shipped_tiling(case: Measured) -> tuple[TilePlan, dict[str, Any]] | None:
     return TilePlan(rows=max(1, merged), residency="row", queue_depth=1), {}
 
 
+def published_program(case: Measured, chip: ChipSpec | None = None) -> TileProgram | None:
+    """The published kernel of a measured case on 950, laid out queue by queue; None for RmsNorm and A2."""
+    spec, attrs = chip or get_chip(case.chip), dict(case.attrs)
+    if case.chip != "950" or case.op == "rms_norm":
+        return None
+    if case.op == "group_norm":
+        return published_group.group_norm(case.shape, case.dtype, spec, groups=attrs["groups"])
+    grad = published_grad.channel_grad if attrs["training"] else published_grad.channel_scale
+    return grad(case.shape, case.dtype, spec)
+
+
+def shipped_program(case: Measured, chip: ChipSpec | None = None) -> TileProgram | None:
+    """The published kernel that stands for a measured case, or None: then its tiling.
+
+    A published template stands unless the fit rows speak against it: they do for both templates of GroupNorm and for
+    `infer` with channels first (docs/simulator_validation.md has the figures).
+    """
+    training, last = dict(case.attrs).get("training"), len(case.shape) == 2
+    stands = case.op == "batch_norm_grad_v3" and (training or last)
+    return published_program(case, chip) if stands else None
+
+
 @functools.lru_cache(maxsize=256)
 def shipped_report(case: Measured, chip: ChipSpec | None = None) -> SimReport:
-    """The shipped tiling of a measured case; its rows or chunk are halved until this package's kernel fits."""
+    """The published kernel of a measured case, or its tiling: rows or chunk are halved until our kernel fits."""
+    program = shipped_program(case, chip)
+    if program is not None:
+        return simulate(program, chip=chip or case.chip, plan=TilePlan(bank_pad=False))
     tiling = shipped_tiling(case)
     if tiling is None:
         return ideal_report(case, chip)

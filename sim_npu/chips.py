@@ -20,6 +20,7 @@ MANUAL = "AscendC programming manual (asc-devkit)"
 A2_ADD = "AscendC manual, A2 add sample with six variants"
 B4_TRACE = "AscendC manual, 910B4 profiler samples"
 OPS_NN = "public ops-nn device times, odd cases"
+GE = "cost model of the graph engine's fusion for 950 (hicann/ge, perf_param_v2)"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ def _rates(**changes: float) -> dict[str, float]:
         "select": 1.0,
         "move": 1.0,
         "fill": 1.0,
+        "single": 1.0,
         "reduce": 7.0,
         "transpose": 4.0,
         "gather": 16.0,
@@ -63,10 +65,12 @@ class ChipSpec:
       vec_head, vec_head_first: cycles per vector instruction; the first after a wait.
       mte2_head, mte3_head: cycles per copy instruction.
       burst_cycles: extra cycles per contiguous piece of a strided copy.
+      gap_read_cycles, gap_write_cycles: more of them per byte by which the gap between two pieces exceeds whole 256 B.
       mte2_bytes_per_cycle, mte3_bytes_per_cycle: rate of one core alone, to and from HBM.
       l2_read_bytes_per_cycle, l2_write_bytes_per_cycle: the same for bytes that hit L2; None: as HBM.
       chip_gbps: all reads and writes that miss L2, GB/s.
       l2_gbps: all reads and writes that hit L2, GB/s.
+      l2_read_gbps: all reads from L2 at most, GB/s; None: their share of `l2_gbps` alone limits them.
       l2_bytes: capacity.
       hbm_bytes: capacity.
       launch_us: until the first core starts, µs.
@@ -105,10 +109,13 @@ class ChipSpec:
     mte2_head: float = 113.0
     mte3_head: float = 0.0
     burst_cycles: float = 2.0
+    gap_read_cycles: float = 0.0
+    gap_write_cycles: float = 0.0
     mte2_bytes_per_cycle: float = 34.6
     mte3_bytes_per_cycle: float = 27.5
     l2_read_bytes_per_cycle: float | None = None
     l2_write_bytes_per_cycle: float | None = None
+    l2_read_gbps: float | None = None
     launch_us: float = 0.55
     setup_us: float = 1.7
     core_start_us: float = 0.75
@@ -165,7 +172,10 @@ PROVENANCE = {
         ("vector_issue", "vector_registers"), Provenance("documented", "asc-devkit examples: 950 vector functions")
     ),
     **dict.fromkeys(("has_datacopypad", "has_syncall", "has_bf16_arith"), Provenance("documented", MANUAL)),
-    "cycles_per_repeat": Provenance("documented", f"{MANUAL}; select, move, transpose, gather and unknown assumed"),
+    "cycles_per_repeat": Provenance(
+        "documented",
+        f"{MANUAL}; single: asc-devkit, table of single and dual issue; move, transpose, gather, unknown assumed",
+    ),
     "vec_head": Provenance("fitted", f"{A2_ADD}; {B4_TRACE}"),
     "vec_head_first": Provenance("fitted", B4_TRACE),
     "mte2_head": Provenance("fitted", A2_ADD),
@@ -174,6 +184,7 @@ PROVENANCE = {
     "mte3_bytes_per_cycle": Provenance("fitted", A2_ADD),
     "l2_read_bytes_per_cycle": Provenance("fitted", OPS_NN),
     "l2_write_bytes_per_cycle": Provenance("fitted", OPS_NN),
+    "l2_read_gbps": Provenance("fitted", OPS_NN),
     "chip_gbps": Provenance("fitted", A2_ADD),
     "l2_gbps": Provenance("assumed", "cores x clock x rate of one core"),
     "launch_us": Provenance("fitted", B4_TRACE),
@@ -221,9 +232,13 @@ _B2_SOURCES = {
     "core_start_us": Provenance("fitted", OPS_NN),
 }
 _B4_SOURCES = dict.fromkeys((*_B4_PIPES, "chip_gbps"), Provenance("fitted", B4_TRACE))
-_950_SOURCES = dict.fromkeys(
-    ("l2_gbps", "vec_head", "mte2_bytes_per_cycle", "mte3_bytes_per_cycle"), Provenance("fitted", OPS_NN)
-)
+_950_SOURCES = {
+    **dict.fromkeys(
+        ("l2_gbps", "l2_read_gbps", "vec_head", "mte2_bytes_per_cycle", "mte3_bytes_per_cycle"),
+        Provenance("fitted", OPS_NN),
+    ),
+    **dict.fromkeys(("gap_read_cycles", "gap_write_cycles"), Provenance("documented", GE)),
+}
 
 CHIPS: dict[str, ChipSpec] = {
     c.name: c
@@ -267,10 +282,13 @@ CHIPS: dict[str, ChipSpec] = {
             l2_bytes=128 * MIB,
             hbm_bytes=128 * GIB,
             chip_gbps=1640.0,
-            l2_gbps=2520.0,
+            l2_gbps=2770.0,
+            l2_read_gbps=1540.0,
             vec_head=2.0,
-            mte2_bytes_per_cycle=72.0,
-            mte3_bytes_per_cycle=50.0,
+            mte2_bytes_per_cycle=60.0,
+            mte3_bytes_per_cycle=88.0,
+            gap_read_cycles=0.043,
+            gap_write_cycles=0.0385,
             ub_bank_groups=8,
             ub_banks_per_group=2,
             ub_bank_bytes=16384,

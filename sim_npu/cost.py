@@ -55,7 +55,7 @@ def op_cost(op: VecOp, chip: ChipSpec, ub: UbMap | None = None) -> OpCost:
     if op.kind == "scalar":
         return OpCost(op.steps, op.steps, float(op.steps))
     cost = _reduce_cost(op, chip) if op.kind == "reduce" else _walk_cost(op, chip, ub)
-    width = chip.vector_issue
+    width = 1.0 if op.kind == "single" else chip.vector_issue
     return cost if width == 1.0 else OpCost(cost.instructions, cost.repeats, cost.busy / width, cost.conflict / width)
 
 

@@ -9,7 +9,7 @@ from sim_npu.chips import ChipSpec
 from sim_npu.cost import body_cost
 from sim_npu.footprint import UbMap
 from sim_npu.ir import Copy, CrossCore, Expr, Loop, Stmt, TileProgram, VecOp, walk
-from sim_npu.memory import copy_cycles
+from sim_npu.memory import copy_cycles, gap_cost
 from sim_npu.schedule import Schedule
 from sim_npu.timeline import Event
 
@@ -25,7 +25,8 @@ def explicit_events(
 ) -> list[Event]:
     """Events of a body in program order; vector work between two copies is one block of V.
 
-    A tile copied in is given back after the vector work that follows, one copied out when its copy ends.
+    A tile copied in is given back after the vector work that follows, one copied out when its copy ends; so is a tile
+    of an input queue that is copied out in place.
     Cores that add atomically into one array take turns per 512 B region: with fewer regions than cores they queue.
     """
     events: list[Event] = []
@@ -34,7 +35,10 @@ def explicit_events(
     opened: set[str] = set()
     pending: list[Stmt] = []
 
-    def flush() -> None:
+    def flush(back: str = "") -> None:
+        """Close a block of vector work; the input tile `back` is about to be copied out, which frees it."""
+        if back in held:
+            held.remove(back)
         if not pending:
             return
         for name in (s.out for s in walk(pending) if isinstance(s, VecOp)):
@@ -49,20 +53,22 @@ def explicit_events(
 
     for stmt in body:
         if isinstance(stmt, Copy):
-            flush()
+            flush(stmt.queue if stmt.direction == "out" else "")
             size = stmt.bursts * stmt.burst_bytes
             if stmt.direction == "in":
-                events.append(("in", stmt.queue, copy_cycles(stmt.bursts, size, chip.mte2_head, rates[0], chip)))
-                held.append(stmt.queue)
+                kind, gap = "more" if stmt.more else "in", gap_cost(stmt.gap, chip.gap_read_cycles)
+                events.append((kind, stmt.queue, copy_cycles(stmt.bursts, size, chip.mte2_head, rates[0], chip, gap)))
+                held += [] if stmt.more else [stmt.queue]
             else:
-                cycles = copy_cycles(stmt.bursts, size, chip.mte3_head, rates[1], chip)
+                gap = gap_cost(stmt.gap, chip.gap_write_cycles)
+                cycles = copy_cycles(stmt.bursts, size, chip.mte3_head, rates[1], chip, gap)
                 if stmt.atomic:
                     cycles *= max(1.0, cores / max(1.0, size / 512)) / chip.atomic_factor
                 events.append(("out", stmt.queue, cycles))
                 opened.discard(stmt.queue)
         elif isinstance(stmt, CrossCore):
             flush()
-            events.append(("sync", sync_cycles(chip)))
+            events.append(("sync", sync_cycles(chip) if stmt.kind == "sync" else 0.0))
         elif isinstance(stmt, Loop) and any(isinstance(s, (Copy, CrossCore)) for s in walk(stmt.body)):
             flush()
             events += explicit_events(program, stmt.body, choose, rates, chip, ub, cores) * stmt.count

@@ -104,7 +104,7 @@ def ub_map(program: TileProgram, chip: ChipSpec, plan: TilePlan) -> UbMap:
         pieces.append((scratch.name, "scratch", tile_bytes(scratch.shape, scratch.dtype), 1, ()))
     slots, sizes, holds = _place(temporaries(program), plan.in_place)
     pieces += [(f"slot{i}", "temporary", size, 1, tuple(names)) for i, (size, names) in enumerate(zip(sizes, holds))]
-    work = reduction_work(program)
+    work = 0 if program.queues else reduction_work(program)  # a builder program declares all its buffers
     if work:
         pieces.append(("reduce_work", "temporary", work, 1, ()))
     tenants, address = [], 0

@@ -247,6 +247,8 @@ class Copy:
       burst_bytes: bytes of each piece.
       pad: True for DataCopyPad (byte granularity), False for DataCopy (32 B units, rounded down).
       atomic: True to add into global memory instead of overwriting.
+      more: True for a further piece of the tile that the copy before began to fill.
+      gap: bytes between two pieces in global memory.
     """
 
     queue: str
@@ -255,6 +257,8 @@ class Copy:
     burst_bytes: int
     pad: bool = True
     atomic: bool = False
+    more: bool = False
+    gap: int = 0
 
 
 @dataclass(frozen=True)
@@ -270,7 +274,7 @@ class Queue:
 
 @dataclass(frozen=True)
 class CrossCore:
-    """Something all cores do together: kind "sync", or "merge" (partials through a workspace, fixed order)."""
+    """A synchronisation: kind "sync" of all cores, or "barrier" of the units of one core (PipeBarrier)."""
 
     kind: str
     bytes: int = 0

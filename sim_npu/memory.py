@@ -7,7 +7,8 @@ Re-reads (a second pass over a row, a parameter read by every core) hit L2 if wh
 
     chip rate = min(L2 rate, HBM rate / share of bytes that miss)
     its own rate = 1 / (share that misses / HBM rate of a core + share that hits / L2 rate of a core)
-    read rate of a core = min(its own, chip rate * reads / (reads + writes) / (cores * duty^1/2))
+    read rate of a core = min(its own, chip rate * reads / (reads + writes) / (cores * duty^1/2),
+                              L2 read rate / share of reads that hit / (cores * duty^1/2))
     write rate of a core = min(its own, chip rate / (cores * duty^1/2))
 
 `duty` is the share of time that copy unit is busy: cores that rarely copy seldom meet. The exponent lies between cores
@@ -36,6 +37,7 @@ class Traffic:
       unique_reads, unique_writes: every array element once.
       hbm_reads, hbm_writes: part that misses L2.
       chip_gbps: rate of all cores together, GB/s.
+      read_gbps: rate of all their reads together, GB/s, where L2 limits them by themselves.
     """
 
     reads: int
@@ -45,6 +47,7 @@ class Traffic:
     hbm_reads: float
     hbm_writes: float
     chip_gbps: float
+    read_gbps: float = math.inf
 
     @property
     def total(self) -> int:
@@ -59,7 +62,7 @@ class Traffic:
     @property
     def bound_us(self) -> float:
         """Time in which the chip can move all of it, µs."""
-        return self.total / self.chip_gbps / 1e3
+        return max(self.total / self.chip_gbps, self.reads / self.read_gbps) / 1e3
 
 
 def traffic(program: TileProgram, sched: Schedule, chip: ChipSpec, cache: str) -> Traffic:
@@ -89,7 +92,9 @@ def split_traffic(
     hbm_reads, hbm_writes = first + again, writes * (1.0 - hit)
     share = (hbm_reads + hbm_writes) / max(1, reads + writes)
     rate = min(chip.l2_gbps, chip.chip_gbps / share if share > 0 else chip.l2_gbps)
-    return Traffic(reads, writes, unique_in, unique_out, hbm_reads, hbm_writes, rate)
+    hits = 1.0 - hbm_reads / max(1, reads)
+    reading = chip.l2_read_gbps / hits if chip.l2_read_gbps and hits > 0 else math.inf
+    return Traffic(reads, writes, unique_in, unique_out, hbm_reads, hbm_writes, rate, reading)
 
 
 def core_rates(t: Traffic, cores: int, duty: tuple[float, float], chip: ChipSpec) -> tuple[float, float]:
@@ -99,7 +104,8 @@ def core_rates(t: Traffic, cores: int, duty: tuple[float, float], chip: ChipSpec
     read_share = t.reads / t.total if t.total else 1.0
     own_read = _mixed(t.reads, t.hbm_reads, chip.mte2_bytes_per_cycle, chip.l2_read_bytes_per_cycle)
     own_write = _mixed(t.writes, t.hbm_writes, chip.mte3_bytes_per_cycle, chip.l2_write_bytes_per_cycle)
-    return min(own_read, chip_rate * read_share / reading), min(own_write, chip_rate / writing)
+    all_reads = min(chip_rate * read_share, t.read_gbps * 1e3 / chip.clock_mhz)
+    return min(own_read, all_reads / reading), min(own_write, chip_rate / writing)
 
 
 def _mixed(moved: float, missed: float, hbm: float, l2: float | None) -> float:
@@ -108,10 +114,18 @@ def _mixed(moved: float, missed: float, hbm: float, l2: float | None) -> float:
     return hbm if l2 is None else 1.0 / (miss / hbm + (1.0 - miss) / l2)
 
 
-def copy_cycles(bursts: int, size: int, head: float, rate: float, chip: ChipSpec) -> float:
-    """Cycles of one copy instruction of `bursts` pieces, `size` bytes in all: each piece rounds up to 32 B."""
+def copy_cycles(bursts: int, size: int, head: float, rate: float, chip: ChipSpec, gap_cycles: float = 0.0) -> float:
+    """Cycles of one copy instruction of `bursts` pieces, `size` bytes in all: each piece rounds up to 32 B.
+
+    `gap_cycles` is what the gap between two pieces in global memory costs (`gap_cost`).
+    """
     if size <= 0:
         return 0.0
     bursts = max(1, bursts)
     piece = -(-size // bursts)
-    return head + (bursts - 1) * chip.burst_cycles + bursts * (-(-piece // 32) * 32) / rate
+    return head + (bursts - 1) * (chip.burst_cycles + gap_cycles) + bursts * (-(-piece // 32) * 32) / rate
+
+
+def gap_cost(gap: int, per_byte: float) -> float:
+    """Cycles per piece of a strided copy: the gap's bytes beyond whole 256 B, at `per_byte`."""
+    return per_byte * (gap % 256)

@@ -20,11 +20,12 @@ from sim_npu.plan import TilePlan
 
 @dataclass(frozen=True)
 class Transfer:
-    """One copy of a step: queue (the block's name), contiguous pieces, bytes of all of them."""
+    """One copy of a step: queue (the block's name), contiguous pieces, bytes of all of them and between two."""
 
     queue: str
     bursts: int
     bytes: int
+    gap: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ class _Steps:
             copies_in, copies_out, opens, closes = [], [], [], []
             for i, block in enumerate(self.blocks):
                 starts, ends, bursts, moved = (int(v) for v in row[4 * i : 4 * i + 4])
-                transfer = Transfer(block.name, bursts, moved)
+                transfer = Transfer(block.name, bursts, moved, _gap(block) if bursts > 1 else 0)
                 if block.role == "in":
                     if starts:
                         copies_in.append(transfer)
@@ -189,6 +190,16 @@ class _Steps:
             choose = {p: int(v) for p, v in zip(predicates, row[4 * len(self.blocks) :])}
             kinds.append(StepKind(tuple(copies_in), tuple(copies_out), tuple(opens), tuple(closes), choose))
         return tuple(kinds), codes
+
+
+def _gap(block: BlockUse) -> int:
+    """Bytes of global memory between two pieces of a block; pieces are what `_Steps._moves` counts."""
+    tile, array, size = block.block_shape, block.array_shape, dtype_bytes(block.dtype)
+    axis = len(tile) - 1
+    if (min(tile[-1], array[-1]) * size) % 32 == 0:
+        while axis > 0 and tile[axis] >= array[axis]:
+            axis -= 1
+    return max(0, math.ceil((math.prod(array[axis:]) - math.prod(tile[axis:])) * size))
 
 
 def _unique_rows(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

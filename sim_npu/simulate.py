@@ -16,7 +16,7 @@ from sim_npu.cost import BodyCost, body_cost
 from sim_npu.explicit import check_copies, explicit_events, with_explicit_copies
 from sim_npu.footprint import CapacityError, UbMap, queue_depths, ub_map
 from sim_npu.ir import TileProgram
-from sim_npu.memory import Traffic, copy_cycles, core_rates, traffic
+from sim_npu.memory import Traffic, copy_cycles, core_rates, gap_cost, traffic
 from sim_npu.oprules import FREE
 from sim_npu.plan import TilePlan, is_tunable
 from sim_npu.profiles import shipped_us
@@ -220,7 +220,8 @@ def _events(
     read, write = rates
     events: list[Event] = []
     for t in kind.copies_in:
-        events.append(("in", t.queue, copy_cycles(t.bursts, t.bytes, chip.mte2_head, read, chip)))
+        gap = gap_cost(t.gap, chip.gap_read_cycles)
+        events.append(("in", t.queue, copy_cycles(t.bursts, t.bytes, chip.mte2_head, read, chip, gap)))
     events += [("open", name) for name in kind.opens]
     if program.queues:
         events += explicit_events(program, program.body, kind.choose, rates, chip, ub, cores)
@@ -228,13 +229,14 @@ def _events(
         events.append(("vec", body.vector + body.loops))
     events += [("free", name) for name in kind.closes]
     for t in kind.copies_out:
-        events.append(("out", t.queue, copy_cycles(t.bursts, t.bytes, chip.mte3_head, write, chip)))
+        gap = gap_cost(t.gap, chip.gap_write_cycles)
+        events.append(("out", t.queue, copy_cycles(t.bursts, t.bytes, chip.mte3_head, write, chip, gap)))
     return events
 
 
 def _busy(sched: Schedule, events: Sequence[Sequence[Event]]) -> dict[str, float]:
     """Busy cycles of each unit on the core with the most work."""
-    unit = {"in": "MTE2", "out": "MTE3", "vec": "V"}
+    unit = {"in": "MTE2", "more": "MTE2", "out": "MTE3", "vec": "V"}
     busy = {"MTE2": 0.0, "V": 0.0, "MTE3": 0.0}
     for count, step in zip(sched.counts, events):
         for event in step:

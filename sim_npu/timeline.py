@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 Event = tuple
-"""`("in" | "out", queue, cycles)`, `("open" | "free", queue)`, `("vec" | "sync", cycles)`."""
+"""`("in" | "more" | "out", queue, cycles)`, `("open" | "free", queue)`, `("vec" | "sync", cycles)`."""
 
 PERIODS = (1, 2, 3, 4)
 RECORDED = 400  # intervals kept for pictures and traces, where they are asked for
@@ -81,9 +81,10 @@ class _Core:
         self.v_before = self.v
         for event in events:
             kind = event[0]
-            if kind == "in":
+            if kind in ("in", "more"):
                 _, queue, cycles = event
-                self.s = max(self.s, self.buffers(queue).popleft())
+                if kind == "in":
+                    self.s = max(self.s, self.buffers(queue).popleft())
                 start = max(self.mte2, self.s)
                 self.mte2 = self.ready[queue] = start + cycles
                 self.record("MTE2", queue, start, self.mte2)

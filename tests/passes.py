@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import normlib as nl
 
-# name -> (backend, options); "gpu" and "tpu" are those machines' tilings, in the interpreter where there is no such machine
+# name -> (backend, options); "gpu" and "tpu" are those machines' tilings, interpreted where there is no such machine
 PASSES = {
     "xla": ("xla", {}),
     "cpu": ("pallas", {"platform": "cpu"}),

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks import gpu
 from benchmarks.cases import Case
+from benchmarks.gpu import __main__ as gpu
 
 
 def test_a_dry_run_checks_and_reports(tmp_path, capsys):
@@ -13,9 +13,22 @@ def test_a_dry_run_checks_and_reports(tmp_path, capsys):
 
     assert json.loads((tmp_path / "gpu.json").read_text()) == report
     assert report["dry_run"] and not report["not_reached"]
-    assert all(row["ok"] for row in report["correctness"] + report["speed"])
+    assert all(row["ok"] for row in report["correctness"])
     assert {"kernel_us", "xla_us", "copy_us", "gb_per_s", "xla_over_kernel"} <= set(report["speed"][0])
     assert "kernels right" in capsys.readouterr().out
+
+
+def test_a_dry_run_tries_tilings(capsys):
+    report = gpu.main(["--dry-run", "--tune"])
+    assert {"kernel", "us", "warp_entries"} <= set(report["tuning"][1]) and "now" in capsys.readouterr().out
+
+
+def test_a_dry_run_times_peers(capsys):
+    report = gpu.main(["--dry-run", "--peers"])
+    assert all({"pallas", "xla", "flax"} <= set(row) for row in report["peers"])
+    assert {row["norm"].split()[0] for row in report["peers"]} == {
+        "layer_norm", "rms_norm", "batch_norm", "group_norm"
+    } and "PyTorch us" in capsys.readouterr().out  # fmt: skip
 
 
 def test_it_refuses_to_measure_on_a_cpu():

@@ -10,7 +10,7 @@ import pytest
 
 import normlib as nl
 from normlib import quantize
-from normlib.quantize._formats import narrowed
+from normlib.precision import narrowed
 from tests import quantize_oracle as oracle
 
 pytestmark = [pytest.mark.family, pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")]

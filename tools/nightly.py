@@ -77,6 +77,7 @@ STEPS = {
         "docs/kernel_templates.md, computed again.", (*PYTHON, "benchmarks.templates", "--check")
     ),
     "compile-tpu": Step("Every kernel through the TPU compiler.", ("make", "compile-tpu")),
+    "compile-gpu": Step("Every kernel through Triton and ptxas, for an H200.", ("make", "compile-gpu")),
 }  # fmt: skip
 
 
@@ -104,7 +105,8 @@ def counts(text: str) -> dict[str, int]:
 
 def version(step: str) -> str:
     """Of the JAX that a step runs on."""
-    python = {"tests-new": ".venv-new/bin/python", "compile-tpu": ".venv-tpu/bin/python"}.get(step, sys.executable)
+    own = {"tests-new": ".venv-new", "compile-tpu": ".venv-tpu", "compile-gpu": ".venv-gpu"}
+    python = f"{own[step]}/bin/python" if step in own else sys.executable
     asked = "import jax; print(jax.__version__)"
     try:
         found = subprocess.run([python, "-c", asked], cwd=ROOT, capture_output=True, text=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -22,25 +23,55 @@ Settings = dict[str, int]
 
 def space(case: Case) -> Iterator[Settings]:
     """Settings of the machine worth trying for a case."""
-    kind = case.name.split("/")[0]
-    if kind.startswith(("column", "image")):
-        for lanes, entries, parts, warps in itertools.product(
-            (64, 128, 256), (2048, 4096, 8192), (264, 1056), (4, 8)
-        ):  # fmt: skip
-            if kind != "image_moments" or lanes == 64:
-                yield {"column_lanes": lanes, "entries": entries, "parts": parts, "num_warps": warps}
+    kind = kind_of(case.name)
+    if kind == "columns":
+        for lanes, rows, entries, parts in itertools.product((32, 64, 128), (64, 128, 256), (1024, 2048), (264, 528)):
+            if 4096 <= lanes * rows <= 16384:
+                yield {"column_lanes": lanes, "column_rows": rows, "column_warp_entries": entries, "parts": parts}
         return
-    for entries, warps in itertools.product((1024, 2048, 4096, 8192, 16384), (2, 4, 8, 16)):
-        if 4 <= entries // (32 * warps) <= 64:
-            yield {"entries": entries, "num_warps": warps}
+    for entries, each in itertools.product((2048, 4096, 8192, 16384), (256, 512, 1024, 2048)):
+        for parts in (264, 528, 1056) if kind == "grads" else (0,):
+            if 2 <= entries // each <= 16:
+                yield {"entries": entries, "warp_entries": each} | ({"parts": parts} if parts else {})
+
+
+def kind_of(name: str) -> str:
+    """Which settings a kernel shares with others: "columns", "grads" (sums over rows collected), "grad" or "rows"."""
+    kernel = name.split("/")[0]
+    if kernel.startswith(("column", "image")):
+        return "columns"
+    return {"layer_norm_grads": "grads", "layer_norm_grad": "grad"}.get(kernel, "rows")
+
+
+def chosen(found: list[dict[str, Any]]) -> dict[str, Settings]:
+    """The settings of each kind with the least geometric mean of time over the best, among those tried everywhere."""
+    kinds: dict[str, dict[tuple, dict[str, float]]] = {}
+    for row in found:
+        settings = tuple((k, v) for k, v in row.items() if k not in ("kernel", "us"))
+        if settings and not row["kernel"].startswith("channel"):
+            kinds.setdefault(kind_of(row["kernel"]), {}).setdefault(settings, {})[row["kernel"]] = row["us"]
+    best: dict[str, Settings] = {}
+    for kind, table in kinds.items():
+        names = {name for times in table.values() for name in times}
+        least = {name: min(t[name] for t in table.values() if name in t) for name in names}
+        whole = {s: t for s, t in table.items() if len(t) == len(names) and math.inf not in t.values()}
+        loss = {s: statistics.fmean(math.log(t[n] / least[n]) for n in names) for s, t in whole.items()}
+        for settings in sorted(loss, key=loss.__getitem__)[:3]:
+            worst = max(table[settings][n] / least[n] for n in names)
+            print(
+                f"{kind}: {dict(settings)}: {math.exp(loss[settings]):.3f} of the best in the mean, {worst:.2f} at most"
+            )
+        if loss:
+            best[kind] = dict(min(loss, key=loss.__getitem__))
+    return best
 
 
 def run(machine: Machine, dry: bool, until: float) -> dict[str, Any]:
     """The fastest settings of every large case, with the time of the present ones."""
     todo = list(large_cases(fewer=8192, shorter=64))[:2] if dry else list(large_cases())
-    options: dict[str, Any] = {"rounds": 1, "least": 0.0} if dry else {"rounds": 5, "least": 0.003}
+    options: dict[str, Any] = {"rounds": 1, "least": 0.0} if dry else {"rounds": 5, "least": 0.002}
     found: list[dict[str, Any]] = []
-    pool = ThreadPoolExecutor(8)
+    pool = ThreadPoolExecutor(16)
     try:
         jobs = []
         for case in todo:
@@ -50,6 +81,7 @@ def run(machine: Machine, dry: bool, until: float) -> dict[str, Any]:
                 compiled(pool, functools.partial(case.call, machine.replace(**s)), structs) for s in settings
             ]  # fmt: skip
             jobs.append((case, settings, programs))
+        wait([p for *_, programs in jobs for p in programs], timeout=max(until - time.perf_counter(), 0))
         for case, settings, programs in jobs:
             if time.perf_counter() > until:
                 break
@@ -57,7 +89,7 @@ def run(machine: Machine, dry: bool, until: float) -> dict[str, Any]:
             print(_best(case.name, found), flush=True)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-    return {"tuning": found}
+    return {"tuning": found, "chosen": chosen(found)}
 
 
 def _timed(case: Case, settings: list[Settings], programs: list[Any], options: dict[str, Any]) -> list[dict[str, Any]]:

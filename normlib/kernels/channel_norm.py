@@ -22,7 +22,7 @@ from normlib.kernels.channel_tiling import channel_tilings
 from normlib.kernels.channel_walk import Rows, run_channels
 from normlib.kernels.machine import Machine
 from normlib.kernels.phases import Columns, Phase
-from normlib.kernels.tile import chan, quotient, widened
+from normlib.kernels.tile import at_least_zero, chan, quotient, widened
 from normlib.kernels.tiling import Tiling
 from normlib.moments import two_sum
 
@@ -119,7 +119,7 @@ class _Body:
         d = rows.clean(x - mean)
         rest, m2 = self.total(d), self.total(d * d)
         share = quotient(rest, n, self.machine)
-        return *two_sum(mean, share), jnp.maximum(m2 - rest * share, 0.0)
+        return *two_sum(mean, share), at_least_zero(m2 - rest * share)
 
     def merge(self, rows: Rows, refs: Sequence[Any], carry: Columns, done: Columns) -> Columns:
         """The moments with those of some more rows."""
@@ -149,7 +149,7 @@ class _Body:
         s1 = pool(d)
         share = quotient(s1, float(group), self.machine)
         apart = pool(d * d) - s1 * share
-        return *two_sum(k, share), pool(m2) + jnp.maximum(apart, 0.0) * float(self.m)
+        return *two_sum(k, share), pool(m2) + at_least_zero(apart) * float(self.m)
 
     def write(self, rows: Rows, refs: Sequence[Any], carry: Columns, done: Columns) -> Columns:
         """y of some rows."""

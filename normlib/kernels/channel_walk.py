@@ -102,11 +102,23 @@ def run_channels(
     *found, values = launch(
         run.streamed if tile.streamed else run.kept, name, grid, [run.operand(t) for t in operands],
         [run.out(d) for d in outs] + [run.values()], machine, semantics=semantics, scratch=scratch,
-        entries=tile.rows * tile.chunk * run.width,
+        entries=tile.rows * tile.chunk * run.width, columns=not sets.spread,
     )  # fmt: skip
     if sets.spread:
         return found, [values[:, :, i : i + 1] for i in range(number)]
     return found, [values[:, i : i + 1] for i in range(number)]
+
+
+@dataclass(frozen=True)
+class _Guarded:
+    """A ref of values per channel, of which none beyond the array are read."""
+
+    rows: Rows
+    ref: Any
+
+    def __getitem__(self, index: Any) -> Array:
+        assert index is Ellipsis
+        return self.rows.read(self.ref)
 
 
 class _Channels:
@@ -165,8 +177,15 @@ class _Channels:
         arrays, targets, sides = refs[:-1], refs[-1], self.sides()
         done: Columns = ()
         for phase in self.phases:
-            done = done + phase.end(arrays, self._walked(phase, arrays, done, sides), done)
+            done = done + phase.end(self._guarded(arrays, sides), self._walked(phase, arrays, done, sides), done)
         self.store(targets, done, sides)
+
+    def _guarded(self, arrays: Sequence[Any], sides) -> Sequence[Any]:
+        """Refs whose values per channel are read as a whole: where the machine masks, 0 beyond the array."""
+        if not self.machine.masked:
+            return arrays
+        row = self.rows(sides, 0, 1, None, masked=False)
+        return [_Guarded(row, ref) for ref in arrays]
 
     def _walked(self, phase: Phase, arrays: Any, done: Columns, sides) -> Columns:
         size, (full, tail) = self.tile.rows, divmod(self.m, self.tile.rows)

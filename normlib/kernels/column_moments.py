@@ -21,6 +21,7 @@ from normlib.kernels.sums import MERGED_LANES
 from normlib.kernels.tile import (
     Chunk,
     Operand,
+    at_least_zero,
     chan,
     inside,
     lanes_per_tile,
@@ -99,7 +100,7 @@ def _partial(table: Table, view: View, name: str, machine: Machine, rows, chunk,
     present += [] if table.counts is None else [table.counts]
     dtype = wide_dtype(table.mean.dtype)
     lanes = lanes_per_tile(l, chunk or machine.column_lanes, machine)
-    fit = that_fit(present, lanes, machine, size=a * m * l, extra=16)
+    fit = machine.column_rows if machine.masked else that_fit(present, lanes, machine, size=a * m * l, extra=16)
     if rows is not None and fit < rows and not machine.masked:
         lanes = lanes_per_tile(l, lanes * fit // rows, machine)
     whole = pl.next_power_of_2(m) if machine.power_of_two else m
@@ -156,7 +157,7 @@ def _partial(table: Table, view: View, name: str, machine: Machine, rows, chunk,
     outs = [output(shape, dtype, block, lambda i, j, p, t: (i, p, 0, j)) for _ in range(3)]
     result = launch(
         kernel, name, (a, pl.cdiv(l, lanes), parts, steps), [operand(t) for t in present], outs, machine,
-        semantics=("parallel", "parallel", "parallel", "arbitrary"), entries=tile * lanes,
+        semantics=("parallel", "parallel", "parallel", "arbitrary"), entries=tile * lanes, columns=True,
     )  # fmt: skip
     mean, low, m2 = (t.reshape(a, parts, l) for t in result)
     span = turns * tile
@@ -202,6 +203,6 @@ class _Columns:
         s1 = total(weigh(d))
         share = quotient(s1, safe, self.machine)
         m2 = total(weigh(d * d)) - s1 * share
-        m2 = jnp.maximum(m2, 0.0)
+        m2 = at_least_zero(m2)
         m2 = m2 + total(clean(others[1])) if self.is_table else m2
         return (count, *two_sum(k, share), m2)

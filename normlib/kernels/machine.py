@@ -31,10 +31,12 @@ class Machine:
       interpret: run in Pallas' interpreter: a bool, or `pltpu.InterpretParams` for its checks.
       row_bytes: bytes that a row of a tile takes besides its entries (padding of columns, work space of reductions).
       tuner: chooses among tilings of rows by what they cost (`normlib.passes.tuner`); None for the first that fits.
-      num_warps: warps of a Triton program; None leaves it to the tile's size.
+      warp_entries, column_warp_entries: elements of a tile, of rows or of columns, for each warp of a Triton program:
+        adding columns needs no exchange between threads.
       num_stages: loads that a loop of a Triton program has in flight.
       entries: elements of a tile of a Triton program.
       column_lanes: lanes of a tile of columns at most.
+      column_rows: rows of a tile of columns of a Triton program.
       parts: partial sums of a column at most, which a second kernel merges.
 
     >>> MACHINES["gpu"].power_of_two, MACHINES["npu"].sequential
@@ -52,20 +54,22 @@ class Machine:
     interpret: Any = False
     row_bytes: int = 0
     tuner: Any = None
-    num_warps: int | None = None
+    warp_entries: int = 512
+    column_warp_entries: int = 2048
     num_stages: int = 2
     entries: int = 4096
     column_lanes: int = 512
+    column_rows: int = 128
     parts: int = 48
 
     def replace(self, **changes: Any) -> Machine:
         """A machine with some fields changed."""
         return dataclasses.replace(self, **changes)
 
-    def compiler_params(self, semantics: tuple[str, ...], entries: int) -> Any:
-        """What Pallas is told for a grid with `semantics` and tiles of `entries` elements."""
+    def compiler_params(self, semantics: tuple[str, ...], entries: int, *, columns: bool = False) -> Any:
+        """What Pallas is told for a grid with `semantics` and tiles of `entries` elements, of rows or of columns."""
         if self.name == "gpu":
-            warps = self.num_warps or max(1, min(16, entries // 512))
+            warps = max(1, min(16, entries // (self.column_warp_entries if columns else self.warp_entries)))
             return pltriton.CompilerParams(num_warps=1 << (warps.bit_length() - 1), num_stages=self.num_stages)
         return pltpu.CompilerParams(dimension_semantics=semantics)  # type: ignore[arg-type]
 
@@ -75,6 +79,8 @@ class Machine:
 MACHINES: dict[str, Machine] = {
     "npu": Machine("npu", 180 * 1024, lane_multiple=16, row_bytes=640),
     "tpu": Machine("tpu", 8 << 20, row_multiple=16, lane_multiple=128),
-    "gpu": Machine("gpu", 128 * 1024, power_of_two=True, masked=True, steady=True, sequential=False),
+    "gpu": Machine(
+        "gpu", 128 * 1024, power_of_two=True, masked=True, steady=True, sequential=False, parts=264, column_lanes=64
+    ),
     "cpu": Machine("cpu", 1 << 20, steady=True, interpret=True),
 }

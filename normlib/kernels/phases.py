@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from normlib.kernels.machine import Machine
-from normlib.kernels.tile import Chunk, Operand, fold, inside, launch, output
+from normlib.kernels.tile import Band, Chunk, Operand, fold, guarded, inside, launch, output
 from normlib.kernels.tiling import CORES, Tiling
 from normlib.kernels.view import View
 
@@ -81,14 +81,19 @@ def run_rows(
     options: dict[str, Any] = {"entries": tile.rows * tile.chunk}
     grid: tuple[int, ...] = (run.a, run.parts, run.turns)
     semantics: tuple[str, ...] = ("parallel", "parallel", "arbitrary")
-    if not run.summed:
-        grid, semantics = (run.a, run.blocks), ("parallel", "parallel")
+    if not run.summed or not machine.sequential:
+        grid, semantics = (run.a, run.parts), ("parallel", "parallel")
     if tile.streamed:
         grid, semantics = (*grid, len(phases), run.chunks), (*semantics, "arbitrary", "arbitrary")
         options["scratch"] = run.scratch
+    kernel = run.resident
+    if tile.streamed:
+        kernel = run.streamed
+    elif run.summed and not machine.sequential:
+        kernel = run.walked
     return launch(
-        run.streamed if tile.streamed else run.resident, name, grid, [run.operand(t) for t in operands],
-        [run.out(o) for o in outs], machine, semantics=semantics, **options,
+        kernel, name, grid, [run.operand(t) for t in operands], [run.out(o) for o in outs], machine,
+        semantics=semantics, **options,
     )  # fmt: skip
 
 
@@ -102,9 +107,12 @@ class _Rows:
         self.blocks, self.chunks = pl.cdiv(self.m, tile.rows), pl.cdiv(self.l, tile.chunk)
         self.width = tile.chunk if tile.streamed else self.chunks * tile.chunk
         self.summed = any(o.summed for o in outs)
-        self.turns = pl.cdiv(self.blocks, min(CORES, self.blocks)) if self.summed else 1
+        most = CORES if machine.sequential else machine.parts
+        self.turns = pl.cdiv(self.blocks, min(most, self.blocks)) if self.summed else 1
         self.parts = pl.cdiv(self.blocks, self.turns)
         self.most = max([phase.carried for phase in phases] + [1])
+        # where steps run in order, tiles of a part are steps of the grid; elsewhere a program walks them
+        self.walk = 1 if machine.sequential else self.turns
 
     def split(self, refs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """(operands and outputs that are no columns, columns and whether they are single, scratch)."""
@@ -143,8 +151,31 @@ class _Rows:
                 lambda c, carry: phase.step(c, arrays, carry, seen),  # noqa: B023
                 lambda c: phase.first(c, arrays, seen), real,  # noqa: B023
             )  # fmt: skip
-            done = done + phase.end(arrays, carry, done)
+            done = done + phase.end(guarded(arrays, machine, rows), carry, done)
         self.write_columns(targets, done, rows)
+
+    def walked(self, *refs: Any) -> None:
+        """The kernel of rows that stay where programs run at once: sums over its rows stay with a program."""
+        given, tile, machine = len(self.operands), self.tile, self.machine
+        first = pl.program_id(1) * self.turns * tile.rows
+        lanes = None if self.l == tile.chunk else inside(0, tile.chunk, self.l, 1)
+        exact = self.m == self.parts * self.turns * tile.rows
+
+        def turn(i: Any, carry: Columns) -> Columns:
+            real = None if exact else inside(first + i * tile.rows, tile.rows, self.m, 0)
+            bands = [Band(ref, i * tile.rows, tile.rows) if ref.shape[0] != 1 else ref for ref in refs]
+            arrays, targets, _ = self.split(bands)
+            part = Chunk(machine, 0, tile.chunk, lanes, real, self.l, real=real, kept=[])
+            done: Columns = ()
+            for phase in self.phases:
+                done = done + phase.end(guarded(arrays, machine, real), phase.first(part, arrays, done), done)
+            self.write_columns(targets, done, real)
+            return tuple(a + b for a, b in zip(carry, part.kept or ()))
+
+        into = [ref for ref, out in zip(refs[given:], self.outs) if out.summed]
+        total = lax.fori_loop(0, self.turns, turn, tuple(jnp.zeros((1, tile.chunk), ref.dtype) for ref in into))
+        for ref, value in zip(into, total):
+            Chunk(machine, 0, tile.chunk, lanes, None, self.l).write(ref, value)
 
     def streamed(self, *refs: Any) -> None:
         """The kernel of rows that are read once per phase."""
@@ -167,7 +198,7 @@ class _Rows:
 
     def block(self, i, j, *rest):
         """(outer index, block of rows) at a grid step."""
-        if not self.summed:
+        if not self.summed or self.walk == self.turns:
             return i, j
         # the last part may have fewer blocks than turns: it stays at the last block, whose rows count once
         at = j * self.turns + rest[0]
@@ -178,7 +209,7 @@ class _Rows:
         period, *s = t.shape[0], t.shape[1] != 1, t.shape[2] != 1
         if self.machine.steady and self.m == 1:
             s[0] = True  # a lone row lies in a tile as high as any other
-        block = (None, self.tile.rows if s[0] else 1, self.width if s[1] else 1)
+        block = (None, self.tile.rows * self.walk if s[0] else 1, self.width if s[1] else 1)
 
         def index(*steps):
             i, j = self.block(*steps)
@@ -191,8 +222,8 @@ class _Rows:
         """An output with its block."""
         if o.summed:
             shape = (self.a, self.parts, 1, self.l)
-            return output(shape, o.dtype, (None, None, 1, self.width), lambda i, p, t: (i, p, 0, 0))
-        block = (None, 1 if o.single else self.tile.rows, o.columns or self.width)
+            return output(shape, o.dtype, (None, None, 1, self.width), lambda i, p, *t: (i, p, 0, 0))
+        block = (None, 1 if o.single else self.tile.rows * self.walk, o.columns or self.width)
         whole = (self.a, 1 if o.single else self.m, o.columns or self.l)
         last = len(self.phases) - 1
 

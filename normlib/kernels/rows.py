@@ -18,7 +18,7 @@ from normlib.kernels.affine import affine_tile, as_bytes
 from normlib.kernels.codes import Coder, Coding
 from normlib.kernels.machine import Machine
 from normlib.kernels.phases import Columns, Out, Phase, run_rows
-from normlib.kernels.tile import Chunk, chan, quotient, weighted, widened
+from normlib.kernels.tile import Chunk, at_least_zero, chan, quotient, weighted, widened
 from normlib.kernels.tiling import lane_bytes, tiling
 from normlib.kernels.view import View
 from normlib.moments import two_sum
@@ -215,7 +215,7 @@ class _Body:
         rest = self._sum(d)
         part = quotient(rest, count if isinstance(count, float) else jnp.maximum(count, 1.0), self.machine)
         mean, low = two_sum(mean, part)
-        return counts, mean, low, jnp.maximum(m2 - rest * part, 0.0)
+        return counts, mean, low, at_least_zero(m2 - rest * part)
 
     def measure(self, chunk: Chunk, refs: Sequence[Any], carry: Columns, done: Columns) -> Columns:
         """Chan's merge of one more chunk; the mean stays in two words."""

@@ -5,7 +5,7 @@
 
 s is a weighted sum of arrays, formed again; `extra` is the cotangent of s itself. Sums of dz, dz * xhat and ds over
 rows are the cotangents of bias, scale and of a vector added to s. Where grid steps run in order, they are collected
-in the same kernel, a partial sum for each part of the rows.
+in the same kernel, a partial sum for each part of the rows; elsewhere where a program holds whole rows.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from normlib.kernels.affine import as_bytes, centred, grad_tile
 from normlib.kernels.machine import Machine
 from normlib.kernels.phases import Columns, Out, Phase, run_rows
-from normlib.kernels.tile import Chunk, weighted, widened
+from normlib.kernels.tile import Chunk, rows_per_tile, weighted, widened
 from normlib.kernels.tiling import Tiling, lane_bytes, tiling
 from normlib.kernels.view import View
 
+MOST_COLLECTED = 8192  # lanes whose sums a Triton program keeps in registers
 # What may be summed over rows
 SUMMED = ("scale", "bias", "sum")
 
@@ -92,10 +94,14 @@ def row_norm_grad(
         "moving": moving, "temporary": 16 if activation is None else 28, "rows": rows, "chunk": chunk,
         "residency": residency, "pooled": view.pooled,
     }  # fmt: skip
-    collected = tuple(wanted) if machine.sequential and not machine.masked else ()
-    held: dict[str, Any] = lanes | {"fixed": lanes["fixed"] + 12 * len(collected)}
-    more = options | {"temporary": options["temporary"] + 4}
-    tile = _staying(tiling(view.tile_shape, machine, **more, **held))
+    collected = tuple(wanted)
+    tile: Tiling | None
+    if machine.masked:
+        tile = _one_chunk(view.tile_shape, machine, rows) if chunk is None and not view.pooled else None
+    else:
+        held: dict[str, Any] = lanes | {"fixed": lanes["fixed"] + 12 * len(collected)}
+        more = options | {"temporary": options["temporary"] + 4}
+        tile = _staying(tiling(view.tile_shape, machine, **more, **held))
     if tile is None or not collected:
         collected, tile = (), tiling(view.tile_shape, machine, **options, **lanes)
     wide = widened(x[:0]).dtype if x.ndim else jnp.float32
@@ -112,6 +118,15 @@ def row_norm_grad(
     dz = rest.pop(0) if behind_dtype is not None else None
     sums = {key: rest.pop(0)[:, :, 0] for key in collected}
     return RowGrad(ds, dz, sums, {key: rest[0][:, :, i : i + 1] for i, key in enumerate(names)})
+
+
+def _one_chunk(shape: tuple[int, int, int], machine: Machine, rows: int | None) -> Tiling | None:
+    """The tiling of a Triton program that keeps sums over its rows: a row is one chunk, or there is none."""
+    _, m, l = shape
+    lanes = pl.next_power_of_2(l)
+    if lanes > MOST_COLLECTED:
+        return None
+    return Tiling(rows_per_tile(m, rows or max(1, machine.entries // lanes), machine), lanes, False)
 
 
 def _staying(tile: Tiling) -> Tiling | None:

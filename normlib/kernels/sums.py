@@ -156,6 +156,7 @@ def _column_sums(terms, view, operands, *, number, name, machine, rows, chunk, m
     dtype = wide_dtype(present[0].dtype)
     lanes = lanes_per_tile(l, chunk or machine.column_lanes, machine)
     fit = rows_that_fit(present, lanes, machine, size=a * m * l, extra=4 * (number + 2))
+    fit = machine.column_rows if machine.masked else fit
     if rows is not None and fit < rows and not machine.masked:  # fewer lanes, so that the rows asked for fit
         lanes = lanes_per_tile(l, lanes * fit // rows, machine)
     tile = rows_per_tile(m, rows or fit, machine)
@@ -223,7 +224,7 @@ def _column_sums(terms, view, operands, *, number, name, machine, rows, chunk, m
     outs = [output(shape, dtype, block, lambda i, j, p, t: (i, p, 0, j)) for _ in range(number)]
     found = launch(
         kernel, name, (a, pl.cdiv(l, lanes), parts, steps), [operand(t) for t in present], outs, machine,
-        semantics=("parallel", "parallel", "parallel", "arbitrary"), entries=tile * lanes,
+        semantics=("parallel", "parallel", "parallel", "arbitrary"), entries=tile * lanes, columns=True,
     )  # fmt: skip
     found = [t.reshape(a, parts, l) for t in found]
     if parts == 1:

@@ -36,6 +36,7 @@ class Chunk:
       first, height: the rows of a taller block that this part takes; None for all of its rows.
       real: bool `[rows, 1]`, which rows are inside the array where `rows` does not say it (no masks on loads); None for
         all.
+      kept: where `add` leaves its sums instead of in a ref; None for the ref.
     """
 
     machine: Machine
@@ -47,6 +48,7 @@ class Chunk:
     first: Any = 0
     height: int | None = None
     real: Array | None = None
+    kept: list[Array] | None = None
 
     def read(self, ref: Any, *, clean: bool = False) -> Array:
         """This part of `ref`, in its dtype; with `clean` 0 beyond the array, else anything there."""
@@ -69,8 +71,12 @@ class Chunk:
         """Add the sum of `value` over rows to this part of `ref`, `[1, lanes]`."""
         if self.real is not None:
             value = jnp.where(self.real, value, jnp.zeros((), value.dtype))
+        total = jnp.sum(value, 0, keepdims=True)
+        if self.kept is not None:
+            self.kept.append(total)
+            return
         at, _ = self._at(ref)
-        ref[at] += jnp.sum(value, 0, keepdims=True)
+        ref[at] += total
 
     def clean(self, value: Array) -> Array:
         """`value`, `[rows, size]`, with 0 beyond the array."""
@@ -99,6 +105,56 @@ class Chunk:
             found = rows if lanes is None else lanes
             return None if found is None else jnp.broadcast_to(found, shape)
         return rows & lanes
+
+
+class Band:
+    """Some rows of a taller block, as a ref of that many rows: what a program that walks its block has as a tile."""
+
+    def __init__(self, ref: Any, first: Any, height: int):
+        self.ref, self.rows, self.shape, self.dtype = ref, pl.ds(first, height), (height, *ref.shape[1:]), ref.dtype
+
+    @property
+    def at(self) -> Band:
+        """For `band.at[rows, lanes]`, a part of the block's ref."""
+        return _Part(self.ref.at, self.rows)  # type: ignore[return-value]
+
+    def __getitem__(self, index: Any) -> Array:
+        return self.ref[_banded(index, self.rows)]
+
+    def __setitem__(self, index: Any, value: Array) -> None:
+        self.ref[_banded(index, self.rows)] = value
+
+
+@dataclass(frozen=True)
+class _Part:
+    at: Any
+    rows: Any
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.at[_banded(index, self.rows)]
+
+
+def _banded(index: Any, rows: Any) -> tuple[Any, Any]:
+    """`index` of a band, which takes all of its rows, as one of the block."""
+    return (rows, slice(None)) if index is Ellipsis else (rows, index[1])
+
+
+@dataclass(frozen=True)
+class _Guarded:
+    """A ref of which rows beyond the array are not read: they are 0."""
+
+    ref: Any
+    machine: Machine
+    rows: Array
+
+    def __getitem__(self, index: Any) -> Array:
+        assert index is Ellipsis
+        return Chunk(self.machine, 0, self.ref.shape[1], None, self.rows, 0).read(self.ref, clean=True)
+
+
+def guarded(refs: Sequence[Any], machine: Machine, rows: Array | None) -> Sequence[Any]:
+    """`refs` to be read as a whole, `ref[...]`; where the machine masks, only the `rows` inside the array."""
+    return refs if rows is None or not machine.masked else [_Guarded(ref, machine, rows) for ref in refs]
 
 
 def inside(first: Any, size: int, limit: int, axis: int) -> Array:
@@ -141,6 +197,7 @@ class Operand:
 def launch(
     kernel: Callable[..., None], name: str, grid: tuple[int, ...], inputs: Sequence[Operand],
     outputs: Sequence[Operand], machine: Machine, *, semantics: tuple[str, ...], entries: int, scratch: Sequence = (),
+    columns: bool = False,
 ) -> list[Array]:  # fmt: skip
     """Call `kernel(*input_refs, *output_refs, *scratch_refs)`; outputs vary over the mesh axes that any input does."""
     names = sorted(set().union(*(varying(o.array) for o in inputs)))
@@ -154,7 +211,7 @@ def launch(
         out_specs=[o.spec for o in outputs],
         out_shape=[jax.ShapeDtypeStruct(o.array.shape, o.array.dtype, manual_axis_type=vary_over) for o in outputs],
         scratch_shapes=list(scratch),
-        compiler_params=machine.compiler_params(semantics, entries),
+        compiler_params=machine.compiler_params(semantics, entries, columns=columns),
         interpret=machine.interpret,
     )(*(lax.optimization_barrier(arrays) if machine.interpret else arrays))
     # a grid of one step is inlined: what is around it would change how its products and sums are contracted
@@ -215,6 +272,11 @@ def weighted(tiles: Sequence[Array], weights: Sequence[float]) -> Array:
     """The weighted sum of tiles, from left to right."""
     found = [t if w == 1 else t * w for t, w in zip(tiles, weights, strict=True)]
     return functools.reduce(lambda a, b: a + b, found)
+
+
+def at_least_zero(t: Array) -> Array:
+    """`t`, or 0 where it is negative; NaN stays: Triton's maximum loses it, and with it an overflow (seen on H200)."""
+    return jnp.where(t < 0, jnp.zeros((), t.dtype), t)
 
 
 def quotient(t: Array, by: Array | float, machine: Machine) -> Array:

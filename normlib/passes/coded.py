@@ -17,7 +17,7 @@ from normlib.kernels.view import rows_of
 from normlib.moments import Moments, count_entries
 from normlib.passes import xla
 from normlib.passes.placement import Split
-from normlib.precision import wide
+from normlib.precision import rounded, wide
 
 
 class Coded(NamedTuple):
@@ -65,7 +65,7 @@ def coded(
 
     def formula(*arrays):
         s = weighted([wide(t) for t in arrays[:number]], weights)
-        s = s.astype(residual_dtype) if round_first else s
+        s = rounded(s, residual_dtype) if round_first else s
         if centered:
             own = xla.moments(s, axes=axes, where=None)[1:]
         else:

@@ -23,7 +23,7 @@ from normlib.kernels.view import Shape, View, groups_of, rows_of
 from normlib.moments import Moments, count_entries
 from normlib.passes import xla
 from normlib.passes.placement import Split
-from normlib.precision import wide
+from normlib.precision import rounded, wide
 from normlib.scope import unbroadcast
 
 
@@ -75,7 +75,7 @@ def forward(
         scale, bias, where, behind, *dynamic = (None if t is None else view.given(t) for t in arrays[number:])
         room = arrays[-1] if dynamic else eps
         s = weighted([wide(view.given(t)) for t in arrays[:number]], weights)
-        s = s.astype(residual_dtype) if round_first else s
+        s = rounded(s, residual_dtype) if round_first else s
         over = _reduced(view)
         if centered:
             own = xla.moments(s, axes=over, where=where)

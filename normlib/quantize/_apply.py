@@ -13,8 +13,9 @@ from jaxtyping import Array, Float
 
 from normlib import _arguments as check
 from normlib.passes.xla import own_copy
+from normlib.precision import rounded
 from normlib.quantize._codes import DualQuantized, Quantized, dequantize
-from normlib.quantize._formats import narrowed, to_floats, to_integers
+from normlib.quantize._formats import to_floats, to_integers
 from normlib.quantize._kinds import (
     MX,
     ONE_OUTPUT,
@@ -157,7 +158,7 @@ def finish(
     out_dtype(quant, n.dtype)
     n = n.astype(jnp.float32)
     if norm_round_first:
-        n = _narrowed_straight_through(n, narrowed(lax.stop_gradient(n), dtype))
+        n = rounded(n, dtype).astype(n.dtype)
     out = apply(quant, n, axes=axes, where=where, scope=scope)
     if not isinstance(quant, StraightThrough):
         return out
@@ -243,11 +244,11 @@ def _mx(quant: MX, n, axes, where, scope) -> _Coded:
 _QUANTISERS: dict[type, Callable[..., _Coded]] = {Static: _static, Dynamic: _dynamic, Asymmetric: _asymmetric, MX: _mx}
 
 
-def _encoded(quant: Kind, v: Array, zero_point: Array | None, lowest: float) -> Array:
+def _encoded(quant: Kind, v: Array, zero_point: Array | None, lowest: float, *, in_kernel: bool = False) -> Array:
     """Codes of `v` (float32, any shape), which is n in units of the step."""
     if quant.format.is_integer:
         return to_integers(v, quant.format, zero_point, lowest, quant.rounding, quant.key)
-    return to_floats(v, quant.format, quant.key)
+    return to_floats(v, quant.format, quant.key, in_kernel=in_kernel)
 
 
 def _fitted(value, name: str, n: Array, axes: tuple[int, ...], dtype) -> Array:
@@ -262,10 +263,6 @@ def _both(pair) -> DualQuantized:
 
 def _passed_through(coded: _Coded) -> Quantized:
     return coded.out._replace(y=_straight_through(coded.value, dequantize(coded.out), coded.inside))
-
-
-def _narrowed_straight_through(n, rounded):
-    return _straight_through(n, rounded, jnp.ones_like(n, bool))
 
 
 @jax.custom_jvp

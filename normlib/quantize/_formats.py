@@ -16,6 +16,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from normlib.precision import magnitude, on_grid, signed
+
 MODES = ("rint", "half_away", "floor", "ceil", "trunc", "stochastic")
 BEYOND = 2.0**30  # past every code and zero point, and safe to convert to int32
 
@@ -62,10 +64,6 @@ FORMATS = {
         Format("float8_e5m2", -57344, 57344, 2, -14),
         Format("float4_e2m1fn", -6, 6, 1, 0),
     )
-}
-NARROW = {
-    "bfloat16": Format("bfloat16", -math.inf, math.inf, 7, -126),
-    "float16": Format("float16", -65504, 65504, 10, -14),
 }
 
 
@@ -115,10 +113,11 @@ def to_integers(
     return q.astype(form.dtype)
 
 
-def to_floats(v: Float[Array, ...], form: Format, key: PRNGKeyArray | None = None) -> Array:
+def to_floats(v: Float[Array, ...], form: Format, key: PRNGKeyArray | None = None, *, in_kernel: bool = False) -> Array:
     """Float codes: `v` (float32, any shape) clamped, then rounded half to even, or stochastically with a key.
 
-    NaN stays NaN, and is 0 where the format has none (fp4).
+    NaN stays NaN, and is 0 where the format has none (fp4). Rounded before the cast: XLA on GPU takes a cast to codes
+    and one back away as a pair, and a fake quantiser would do nothing (seen on H200); a cast `in_kernel` stays.
     """
     missing, has_nan = jnp.isnan(v), form.name != "float4_e2m1fn"
     kept = jnp.clip(jnp.where(missing, 0, v), form.lowest, form.largest)
@@ -128,6 +127,9 @@ def to_floats(v: Float[Array, ...], form: Format, key: PRNGKeyArray | None = Non
         smallest = 2.0**form.min_exponent
         kept = _stochastic(kept, drop, smallest, 2.0 ** (form.min_exponent - form.mantissa), key)
         kept = jnp.clip(kept, form.lowest, form.largest)
+    elif has_nan and not in_kernel:
+        assert form.mantissa is not None
+        kept = on_grid(kept, form.mantissa, form.min_exponent)
     return jnp.where(missing, v, kept).astype(form.dtype) if has_nan else _to_fp4(kept)
 
 
@@ -142,40 +144,9 @@ def _to_fp4(v) -> Array:
     return lax.bitcast_convert_type(bits.astype(jnp.uint4), jnp.float4_e2m1fn)
 
 
-def narrowed(n: Float[Array, ...], dtype: DTypeLike) -> Float[Array, ...]:
-    """float32 `n`, any shape, rounded half to even to `dtype` (bfloat16 or float16; others pass) but kept in float32.
-
-    Two casts would do, but XLA may remove such a pair; lax.reduce_precision flushes float16's subnormals.
-    """
-    name = jnp.dtype(dtype).name
-    if name == "bfloat16":
-        return lax.reduce_precision(n, 8, 7)
-    if name != "float16":
-        return n
-    form = NARROW[name]
-    assert form.mantissa is not None
-    bits, sign = _magnitude(n)
-    drop = 23 - form.mantissa
-    odd = (bits >> drop) & 1
-    ordinary = lax.bitcast_convert_type((bits + ((1 << (drop - 1)) - 1) + odd) >> drop << drop, jnp.float32)
-    unit = 2.0 ** (form.min_exponent - form.mantissa)
-    size = jnp.where(jnp.abs(n) < 2.0**form.min_exponent, jnp.rint(jnp.abs(n) * (1 / unit)) * unit, ordinary)
-    size = jnp.where(size > form.largest, jnp.inf, size)
-    return jnp.where(jnp.isnan(n), n, _signed(size, sign))
-
-
-def _magnitude(v) -> tuple[Array, Array]:
-    bits = lax.bitcast_convert_type(v, jnp.uint32)
-    return bits & 0x7FFFFFFF, bits & jnp.uint32(0x80000000)
-
-
-def _signed(size, sign) -> Array:
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(size, jnp.uint32) | sign, jnp.float32)
-
-
 def _whole_fraction_bits(v) -> Array:
     """How many of the 23 mantissa bits of |v| >= 1 lie below the binary point."""
-    exponent = (_magnitude(v)[0] >> 23).astype(jnp.int32) - 127
+    exponent = (magnitude(v)[0] >> 23).astype(jnp.int32) - 127
     return jnp.clip(23 - exponent, 0, 23).astype(jnp.uint32)
 
 
@@ -185,11 +156,11 @@ def _stochastic(v, drop, smallest: float, unit: float, key) -> Array:
     From `smallest` on the grid is v's mantissa without its last `drop` bits; below, multiples of `unit`. Random bits
     are added to the bits of the float, not to its value.
     """
-    bits, sign = _magnitude(v)
+    bits, sign = magnitude(v)
     random = jax.random.bits(key, v.shape, jnp.uint32)
     mask = (jnp.uint32(1) << drop) - 1
     ordinary = lax.bitcast_convert_type((bits + (random & mask)) & ~mask, jnp.float32)
     parts = (jnp.minimum(jnp.abs(v), smallest) * (2.0**24 / unit)).astype(jnp.uint32)
     small = ((parts + (random >> 8)) >> 24).astype(jnp.float32) * unit
-    result = _signed(jnp.where(jnp.abs(v) < smallest, small, ordinary), sign)
+    result = signed(jnp.where(jnp.abs(v) < smallest, small, ordinary), sign)
     return jnp.where(jnp.isfinite(v), result, v)

@@ -15,7 +15,7 @@ from tests import reference
 from tests.kernels.bare import Laid, lowered_for
 from tests.reference import assert_rounded, assert_sum
 
-MACHINES = {"cpu": PallasPass("cpu"), "gpu": PallasPass("gpu", interpret=True), "npu": NpuPass()}
+MACHINES = {"cpu": PallasPass("cpu"), "gpu": PallasPass("gpu"), "npu": NpuPass()}
 on_machines = pytest.mark.parametrize("backend", MACHINES.values(), ids=MACHINES)
 
 

@@ -11,7 +11,7 @@ import normlib as nl
 from normlib.passes import NpuPass, PallasPass
 
 pytestmark = [pytest.mark.family]
-MACHINES = {"cpu": PallasPass("cpu"), "gpu": PallasPass("gpu", interpret=True), "npu": NpuPass()}
+MACHINES = {"cpu": PallasPass("cpu"), "gpu": PallasPass("gpu"), "npu": NpuPass()}
 FULL = (3, 4, 10)
 SHAPES = list(itertools.product(*((1, n) for n in FULL)))
 

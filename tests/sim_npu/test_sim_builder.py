@@ -60,6 +60,67 @@ def test_a_loop_repeats_its_copies_and_work():
     assert TileProgram.from_json(program.to_json()) == program
 
 
+def in_place(steps, depth, *, back):
+    b = Builder("in place", grid=(1,))
+    shape = (4096,)
+    x = b.queue_in("x", shape, "float32", depth=depth, back=shape)
+    z = b.queue_out("z", shape, "float32", depth=depth)
+    with b.loop(steps):
+        b.data_copy(x)
+        b.vector("Muls", x if back else z, x)
+        (b.copy_back if back else b.data_copy)(x if back else z)
+    return b.build()
+
+
+def test_a_tile_copied_back_in_place_is_free_when_that_copy_ends():
+    chip = CHIP.replace(scalar_step=0.0, setup_us=0.0, vec_head_first=22.0)
+    own = 8192 * 2 / chip.l2_write_bytes_per_cycle
+    for depth in (1, 2):
+        (k,) = simulate(in_place(100, depth, back=True), chip=chip).kernels
+        (other,) = simulate(in_place(100, depth, back=False), chip=chip).kernels
+        assert k.traffic.writes == other.traffic.writes == 100 * 16384
+        # One buffer: copy in, work and copy out take turns; with a result apart, the next copy in need not wait.
+        busy = sum(k.busy_us.values())
+        if depth == 1:
+            assert chip.us(k.timeline.cycles) == pytest.approx(busy, rel=1e-6)
+            assert other.timeline.cycles < k.timeline.cycles - 90 * own
+        else:
+            assert chip.us(k.timeline.cycles) < 0.7 * busy
+
+
+def test_a_barrier_drains_the_units_of_its_core():
+    def two(barrier):
+        b = Builder("two", grid=(1,))
+        x = b.queue_in("x", (4096,), "float32", depth=2)
+        z = b.queue_out("z", (4096,), "float32", depth=2)
+        for _ in range(2):
+            b.data_copy(x)
+            b.vector("Muls", z, x)
+            b.data_copy(z)
+            if barrier:
+                b.barrier()
+        return simulate(b.build(), chip=CHIP.replace(setup_us=0.0, scalar_step=0.0)).kernels[0]
+
+    apart, together = two(True), two(False)
+    assert apart.timeline.cycles == pytest.approx(sum(CHIP.clock_mhz * t for t in apart.busy_us.values()))
+    assert together.timeline.cycles < apart.timeline.cycles
+
+
+def test_a_further_piece_of_a_tile_takes_its_own_copy_but_no_buffer():
+    b = Builder("pieces", grid=(1,))
+    x = b.queue_in("x", (4096,), "float32")  # one buffer
+    b.data_copy_pad(x, burst_bytes=8192)
+    b.data_copy_pad(x, burst_bytes=8192, more=True)
+    b.vector("Muls", x, x)
+    chip = CHIP.replace(setup_us=0.0, scalar_step=0.0)
+    (k,) = simulate(b.build(), chip=chip).kernels
+
+    assert k.traffic.reads == 16384
+    assert chip.clock_mhz * k.busy_us["MTE2"] == pytest.approx(
+        2 * (chip.mte2_head + 8192 / chip.l2_read_bytes_per_cycle)
+    )
+
+
 @pytest.mark.parametrize(
     ("act", "message"),
     [
@@ -67,6 +128,8 @@ def test_a_loop_repeats_its_copies_and_work():
         (lambda b, x, z: b.data_copy(x, bursts=2, burst_bytes=256), "`burst_bytes` x `bursts` = 512 B exceeds tile x"),
         (lambda b, x, z: b.vector("Frobnicate", z, x), "`instruction` must be one of Add.*'Frobnicate'"),
         (lambda b, x, z: b.atomic_add(x), "must belong to an output queue; x is an input"),
+        (lambda b, x, z: b.copy_back(z), "must belong to an input queue; z is an output"),
+        (lambda b, x, z: b.data_copy_pad(z, more=True), "`more` is for tiles of input queues; z is an output"),
         (lambda b, x, z: b.data_copy(b.buffer("t", (8,), "float32")), "`tile` must belong to a queue.*t does not"),
         (lambda b, x, z: b.queue_in("q", (8,), "float32", depth=9), "`depth` of queue q must be 1 to 8.*got 9"),
         (lambda b, x, z: b.queue_in("x", (8,), "float32"), "`name` of a queue must be new; x exists"),

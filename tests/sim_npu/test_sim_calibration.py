@@ -65,7 +65,9 @@ def test_shipped_constants_do_not_depend_on_held_out_rows(some_rows):
     assert cal.refit(changed) == cal.refit(some_rows)
 
 
-@pytest.mark.parametrize(("chip", "op"), [("910b2", "group_norm"), ("950", "batch_norm_grad_v3")])
+@pytest.mark.parametrize(
+    ("chip", "op"), [("910b2", "group_norm"), ("950", "group_norm"), ("950", "batch_norm_grad_v3")]
+)
 def test_held_out_rows_are_nearer_than_by_the_naive_formula(some_rows, chip, op):
     held = [r for r in some_rows if (r.case.chip, r.case.op) == (chip, op) and not r.fitted]
     fit = SHIPPED[chip, op]
@@ -76,11 +78,14 @@ def test_held_out_rows_are_nearer_than_by_the_naive_formula(some_rows, chip, op)
     assert shipped < mean_error([a + b * r.bytes for r in held], measured)
 
 
-def test_group_norm_is_within_20_percent_held_out_on_both_chips(some_rows):
-    for chip in ("910b2", "950"):
-        held = [r for r in some_rows if (r.case.chip, r.case.op) == (chip, "group_norm") and not r.fitted]
-        shipped = [SHIPPED[chip, "group_norm"].us(r.core, r.moved) for r in held]
-        assert mean_error(shipped, [r.case.us for r in held]) <= 0.07
+@pytest.mark.parametrize(
+    ("chip", "op", "limit"),
+    [("910b2", "group_norm", 0.07), ("950", "group_norm", 0.07), ("950", "batch_norm_grad_v3", 0.20)],
+)
+def test_held_out_rows_are_within_the_limit(some_rows, chip, op, limit):
+    held = [r for r in some_rows if (r.case.chip, r.case.op) == (chip, op) and not r.fitted]
+    shipped = [SHIPPED[chip, op].us(r.core, r.moved) for r in held]
+    assert mean_error(shipped, [r.case.us for r in held]) <= limit
 
 
 def test_the_shipped_tiling_on_910b2_follows_held_out_rows_of_all_operators_without_a_constant_per_operator(some_rows):
@@ -109,7 +114,7 @@ def test_bytes_of_the_naive_formula_are_those_an_operator_moves():
 
 
 FITTED = {
-    "950": ("l2_gbps", "vec_head", "mte2_bytes_per_cycle", "mte3_bytes_per_cycle"),
+    "950": ("l2_gbps", "l2_read_gbps", "vec_head", "mte2_bytes_per_cycle", "mte3_bytes_per_cycle"),
     "910b2": ("l2_read_bytes_per_cycle", "l2_write_bytes_per_cycle"),
 }
 
@@ -129,9 +134,12 @@ def test_no_fitted_constant_alone_would_fit_the_fit_rows_better(preset):
 
 def test_tables_say_what_was_fitted_and_what_missed(some_rows):
     text = "\n".join(operator_tables(some_rows))
+    slow = [r if r.fitted else replace(r, case=replace(r.case, us=9 * r.case.us)) for r in some_rows]
+    missed = "\n".join(operator_tables(slow))
 
     assert "held out" in text and "fit" in text and "naive" in text
-    assert "NOT within 20 %" in text
+    assert "NOT" not in text
+    assert missed.count("NOT within 20 %") == 3
     assert "all rows are fit rows" in "\n".join(add_table(A2_ADD[:2], 0.05))
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from sim_npu.measured import A2_ADD, B4_ADD
 from sim_npu.profiles import SHIPPED
-from sim_npu.validate import add_table
+from sim_npu.validate import add_table, validation_text
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -28,6 +28,12 @@ def test_the_validation_page_holds_todays_pipe_tables(cases, limit):
     page = (DOCS / "simulator_validation.md").read_text()
 
     assert "\n".join(add_table(cases, limit)) in page
+
+
+def test_the_validation_page_holds_all_that_the_command_prints_today():
+    page = (DOCS / "simulator_validation.md").read_text()
+
+    assert f"```\n{validation_text()}\n```" in page
 
 
 def test_the_validation_page_holds_todays_profile_constants():

@@ -1,12 +1,14 @@
 """Bytes against hand counts, how steps are dealt to cores, and where bytes come from."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim_npu import TilePlan, demos, get_chip, programs_of, simulate
-from sim_npu.ir import BlockUse, TileProgram
+from sim_npu.ir import BlockUse, TileProgram, VecOp
 from sim_npu.memory import copy_cycles, core_rates, split_traffic
 from sim_npu.schedule import schedule
 
@@ -186,3 +188,51 @@ def test_results_do_not_depend_on_the_number_of_cores_beyond_shares():
     assert k1.traffic.writes == k48.traffic.writes
     assert k1.instructions == pytest.approx(48 * k48.instructions, rel=1e-2)
     assert np.isclose(k1.vector_us, 48 * k48.vector_us, rtol=1e-2)
+
+
+def test_reads_from_l2_have_a_limit_of_their_own_where_the_chip_has_one():
+    chip = get_chip("950")
+    free = chip.replace(l2_read_gbps=None)
+    reads, writes = 2 << 24, 1 << 24
+    t, plain = (split_traffic(reads, writes, reads, writes, 0.0, c, "warm") for c in (chip, free))
+
+    assert t.read_gbps == chip.l2_read_gbps and plain.read_gbps == math.inf
+    assert t.bound_us == pytest.approx(max(3 * 2**24 / chip.l2_gbps, reads / chip.l2_read_gbps) / 1e3)
+    per_cycle = chip.l2_read_gbps * 1e3 / chip.clock_mhz / 64
+    assert core_rates(t, 64, (1.0, 1.0), chip)[0] == pytest.approx(per_cycle)
+    assert core_rates(plain, 64, (1.0, 1.0), free)[0] == pytest.approx(chip.l2_gbps * 2 / 3 * 1e3 / chip.clock_mhz / 64)
+    # As many reads as writes, their share of the whole is less than the limit.
+    even = split_traffic(writes, writes, writes, writes, 0.0, chip, "warm")
+    assert core_rates(even, 64, (1.0, 1.0), chip)[0] == pytest.approx(chip.l2_gbps / 2 * 1e3 / chip.clock_mhz / 64)
+
+
+def test_reads_that_miss_l2_do_not_count_against_its_limit():
+    chip = get_chip("950")
+    half = split_traffic(chip.l2_bytes, chip.l2_bytes // 2, chip.l2_bytes, chip.l2_bytes // 2, 0.0, chip, "warm")
+    cold = split_traffic(1 << 20, 0, 1 << 20, 0, 0.0, chip, "cold")
+
+    assert half.read_gbps == pytest.approx(chip.l2_read_gbps / (1 - half.hbm_reads / half.reads))
+    assert cold.read_gbps == math.inf
+
+
+@pytest.mark.parametrize(
+    ("tile", "array", "gap"),
+    [
+        ((8, 64), (100, 1023), 2 * (1023 - 64)),  # part of each row
+        ((8, 1023), (100, 1023), 0),  # whole rows, one piece each for they are no multiple of 32 B, but side by side
+        ((8, 1024), (100, 1024), 0),  # one piece
+        ((2, 3, 64), (9, 10, 64), 2 * 7 * 64),  # a run of rows from each of two
+    ],
+)
+def test_the_gap_between_pieces_is_what_the_block_leaves_out(tile, array, gap):
+    program = TileProgram(
+        "p",
+        (1,),
+        (True,),
+        (BlockUse("x", "in", array, "float16", tile, (0,) * len(tile)),),
+        (),
+        (VecOp("add", "arith", tile, "float16", "x", tile, "float16", ("x",)),),
+    )
+    (kind,) = schedule(program, get_chip("950"), TilePlan()).kinds
+
+    assert kind.copies_in[0].gap == gap
