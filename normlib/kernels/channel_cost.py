@@ -24,11 +24,11 @@ from normlib.kernels.tiling import CORES, Tiling
 # Of whole channels, in µs: a launch; what a walk's instructions cost per turn whatever its size, and the pooling of
 # lanes per tile; an entry, and a byte of it that moves; what an entry costs beside, times the bytes of the copies that
 # it is part of.
-LAUNCH, TURN, POOLED = 4.5, 0.35, 0.7
-ENTRY, BYTE, BURST = 1.1e-4, 1.0e-5, 7.8e-3
+LAUNCH, TURN, POOLED = 4.4, 0.3, 0.66
+ENTRY, BYTE, BURST = 1.7e-4, 6.2e-6, 1.05e-2
 # Of the other way: its three launches; an entry and a byte of it, on one of all cores.
-PARTS_LAUNCH, PARTS_ENTRY, PARTS_BYTE = 12.5, 2.9e-4, 1.5e-5
-MARGIN = 0.9  # whole channels must be that much cheaper: prices are off by 17 and 20 % (rms)
+PARTS_LAUNCH, PARTS_ENTRY, PARTS_BYTE = 12.4, 3.15e-4, 1.5e-5
+MARGIN = 0.85  # whole channels must be that much cheaper: prices are off by 15 and 19 % (rms)
 MOST_LOOPED = 4096  # entries of a channel that one Triton program walks by itself: one tile, so x is read once or twice
 LEAST_PROGRAMS = 64  # Triton programs: half of a large GPU's multiprocessors
 

@@ -22,7 +22,7 @@ from normlib.kernels.channel_tiling import channel_tilings
 from normlib.kernels.channel_walk import Rows, run_channels
 from normlib.kernels.machine import Machine
 from normlib.kernels.phases import Columns, Phase
-from normlib.kernels.tile import at_least_zero, chan, quotient, widened
+from normlib.kernels.tile import at_least_zero, chan, quotient, sum_rows, widened
 from normlib.kernels.tiling import Tiling
 from normlib.moments import two_sum
 
@@ -43,7 +43,7 @@ def norm_bytes(
     dtype: Any = None, **_: Any,
 ) -> Bytes:  # fmt: skip
     """What a tile of `channel_norm` holds, for the same arguments; shapes and dtypes are enough."""
-    return bytes_of(sets, x, [scale, bias, behind], [dtype or x.dtype], 12 if activation is None else 20)
+    return bytes_of(sets, x, [scale, bias, behind], [dtype or x.dtype], 16 if activation is None else 24)
 
 
 def channel_norm(
@@ -98,9 +98,8 @@ class _Body:
 
     def total(self, t: Array) -> Array:
         """The sum over what a channel has in a tile, axis by axis: Triton takes one at a time."""
-        for axis in self.sets.reduced:
-            t = jnp.sum(t, axis, keepdims=True)
-        return t
+        t = sum_rows(t, self.machine)
+        return jnp.sum(t, 2, keepdims=True) if self.sets.spread else t
 
     def number(self, rows: Any, dtype: Any) -> Array:
         """Entries of so many rows of a channel."""

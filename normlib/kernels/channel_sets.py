@@ -46,15 +46,6 @@ class Sets:
         _, m, _, r = self.sides
         return m * r * self.group
 
-    @property
-    def reduced(self) -> tuple[int, ...]:
-        """Axes of a tile over which entries are summed; those of a group are pooled later."""
-        return (0, 2) if self.spread else (0,)
-
-    def statistics(self, t: Array) -> Array:
-        """Statistics of every channel, kept as 1 along what they are over, `[1, C, 1]` or `[A, 1, C]` to a kernel."""
-        return self.view.array(t)
-
     def varies(self, shape: Shape) -> bool:
         """Whether an array of `shape` differs between entries of one channel."""
         at = (0, 2) if self.spread else (1,)
