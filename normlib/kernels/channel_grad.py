@@ -41,7 +41,7 @@ def grad_bytes(
 ) -> Bytes:
     """What a tile of `channel_norm_grad` holds, for the same arguments; shapes and dtypes are enough."""
     written = [x.dtype] if behind_dtype is None else [x.dtype, behind_dtype]
-    return bytes_of(sets, x, given, written, 20 if activation is None else 32)
+    return bytes_of(sets, x, given, written, 16 if activation is None else 28)
 
 
 def channel_norm_grad(
@@ -96,7 +96,7 @@ class _Body:
 
     def total(self, t: Array) -> Array:
         """The sum over what a channel has in a tile, axis by axis: Triton takes one at a time."""
-        t = sum_rows(t, self.machine)
+        t = sum_rows(t, self.machine, self.sets.serial)
         return jnp.sum(t, 2, keepdims=True) if self.sets.spread else t
 
     def summed(self, rows: Rows, refs: Sequence[Any], done: Columns) -> Columns:

@@ -43,7 +43,7 @@ def norm_bytes(
     dtype: Any = None, **_: Any,
 ) -> Bytes:  # fmt: skip
     """What a tile of `channel_norm` holds, for the same arguments; shapes and dtypes are enough."""
-    return bytes_of(sets, x, [scale, bias, behind], [dtype or x.dtype], 16 if activation is None else 24)
+    return bytes_of(sets, x, [scale, bias, behind], [dtype or x.dtype], 12 if activation is None else 20)
 
 
 def channel_norm(
@@ -98,7 +98,7 @@ class _Body:
 
     def total(self, t: Array) -> Array:
         """The sum over what a channel has in a tile, axis by axis: Triton takes one at a time."""
-        t = sum_rows(t, self.machine)
+        t = sum_rows(t, self.machine, self.sets.serial)
         return jnp.sum(t, 2, keepdims=True) if self.sets.spread else t
 
     def number(self, rows: Any, dtype: Any) -> Array:

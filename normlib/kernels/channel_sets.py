@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from normlib.kernels.machine import Machine
+from normlib.kernels.tile import SERIAL
 from normlib.kernels.view import Shape, View, columns_of
 
 
@@ -45,6 +46,11 @@ class Sets:
         """Entries that share statistics."""
         _, m, _, r = self.sides
         return m * r * self.group
+
+    @property
+    def serial(self) -> int:
+        """Rows of a tile that may be summed one after the other: many where their errors average over space."""
+        return SERIAL * min(self.sides[3], 16)
 
     def varies(self, shape: Shape) -> bool:
         """Whether an array of `shape` differs between entries of one channel."""
