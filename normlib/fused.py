@@ -24,7 +24,7 @@ from normlib._coded import coded
 from normlib._composed import composed
 from normlib._row import RowNormOutput
 from normlib.moments import Moments
-from normlib.precision import output_dtype
+from normlib.precision import output_dtype, rounded
 from normlib.quantize import DualQuantized, Quantized
 from normlib.scope import Scope
 
@@ -201,7 +201,8 @@ def add_rms_norm_cast(
     out = add_rms_norm(x1, x2, scale, bias, **options)
     assert isinstance(out.y, jax.Array)
     wide = jnp.promote_types(out.y.dtype, jnp.float32)
-    return AddNormCastOutput(out.y, out.y.astype(wide), out.residual, out.moments)
+    copy = rounded(out.y.astype(wide), out.y.dtype).astype(wide)  # of the rounded y, whatever XLA makes of the casts
+    return AddNormCastOutput(out.y, copy, out.residual, out.moments)
 
 
 def multi_add_rms_norm(

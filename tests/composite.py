@@ -138,5 +138,6 @@ def rounded(a, s):
         return s
     if a.np is np:
         return s.astype(np.float32).astype(a.dtype).astype(np.float64)
-    low = jnp.dtype(a.dtype)
-    return s + jax.lax.stop_gradient(s.astype(jnp.float32).astype(low).astype(jnp.float64) - s)
+    low = jnp.finfo(a.dtype)  # not by casts: XLA on GPU takes such a pair away
+    close = jax.lax.reduce_precision(s.astype(jnp.float32), low.nexp, low.nmant)
+    return s + jax.lax.stop_gradient(close.astype(jnp.float64) - s)

@@ -43,6 +43,11 @@ def test_a_sum_that_is_rounded_first_stays_rounded(dtype, rule):
     same(both, x, residual)
 
 
+def test_the_wide_copy_is_of_the_rounded_y():
+    x, residual = arrays(jnp.bfloat16)
+    same(lambda *t: nl.add_rms_norm_cast(*t).y_wide, x, residual)
+
+
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
 def test_a_fake_quantiser_quantises(dtype):
     x, _ = arrays(jnp.float32)

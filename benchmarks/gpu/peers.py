@@ -36,6 +36,8 @@ def _ours(name: str) -> Callable[..., Any]:
 
 def _flax(name: str, channels: int, dtype: Any) -> Callable[..., Any]:
     options: dict[str, Any] = {"epsilon": EPS, "dtype": dtype}
+    layer: nn.Module
+    mutable: Any
     layer, mutable = {
         "layer_norm": (nn.LayerNorm(**options), False),
         "rms_norm": (nn.RMSNorm(**options), False),

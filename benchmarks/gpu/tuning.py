@@ -45,7 +45,7 @@ def kind_of(name: str) -> str:
 
 def chosen(found: list[dict[str, Any]]) -> dict[str, Settings]:
     """The settings of each kind with the least geometric mean of time over the best, among those tried everywhere."""
-    kinds: dict[str, dict[tuple, dict[str, float]]] = {}
+    kinds: dict[str, dict[Any, dict[str, float]]] = {}
     for row in found:
         settings = tuple((k, v) for k, v in row.items() if k not in ("kernel", "us"))
         if settings and not row["kernel"].startswith("channel"):
@@ -62,7 +62,7 @@ def chosen(found: list[dict[str, Any]]) -> dict[str, Settings]:
                 f"{kind}: {dict(settings)}: {math.exp(loss[settings]):.3f} of the best in the mean, {worst:.2f} at most"
             )
         if loss:
-            best[kind] = dict(min(loss, key=loss.__getitem__))
+            best[kind] = dict(min(loss, key=lambda s: loss[s]))
     return best
 
 

@@ -158,7 +158,7 @@ def _partial(table: Table, view: View, name: str, machine: Machine, rows, chunk,
     outs = [output(shape, dtype, block, lambda i, j, p, t: (i, p, 0, j)) for _ in range(3)]
     result = launch(
         kernel, name, (a, pl.cdiv(l, lanes), parts, steps), [operand(t) for t in present], outs, machine,
-        semantics=("parallel", "parallel", "parallel", "arbitrary"), entries=tile * lanes, columns=True,
+        semantics=("parallel", "parallel", "parallel", "arbitrary"), entries=tile * lanes, columns=most != 1,
     )  # fmt: skip
     mean, low, m2 = (t.reshape(a, parts, l) for t in result)
     span = turns * tile

@@ -173,9 +173,10 @@ class _Rows:
             return tuple(a + b for a, b in zip(carry, part.kept or ()))
 
         into = [ref for ref, out in zip(refs[given:], self.outs) if out.summed]
-        total = lax.fori_loop(0, self.turns, turn, tuple(jnp.zeros((1, tile.chunk), ref.dtype) for ref in into))
-        for ref, value in zip(into, total):
-            Chunk(machine, 0, tile.chunk, lanes, None, self.l).write(ref, value)
+        # tiles are added entry by entry and over their rows once, at the end: that takes an exchange between threads
+        zero = tuple(jnp.zeros((tile.rows, tile.chunk), ref.dtype) for ref in into)
+        for ref, value in zip(into, lax.fori_loop(0, self.turns, turn, zero)):
+            Chunk(machine, 0, tile.chunk, lanes, None, self.l).write(ref, jnp.sum(value, 0, keepdims=True))
 
     def streamed(self, *refs: Any) -> None:
         """The kernel of rows that are read once per phase."""

@@ -152,11 +152,15 @@ def _row_sums(terms, view, operands, *, number, name, machine, rows, chunk):
 
 def _column_sums(terms, view, operands, *, number, name, machine, rows, chunk, most=None):
     a, m, l = view.tile_shape
+    if machine.masked and rows == m:  # a program walks all rows of a few columns: many programs, one launch
+        rows, chunk, most = min(m, 128), MERGED_LANES, 1
     present = [as_bytes(view.array(t)) for t in operands if t is not None]
+    # terms of more arrays keep so many values that few warps with long parts would leave a multiprocessor idle
+    few = len(present) <= 2 * number and most != 1
     dtype = wide_dtype(present[0].dtype)
     lanes = lanes_per_tile(l, chunk or machine.column_lanes, machine)
     fit = rows_that_fit(present, lanes, machine, size=a * m * l, extra=4 * (number + 2))
-    fit = machine.column_rows if machine.masked else fit
+    fit = machine.column_rows // (1 if few else 2) if machine.masked else fit
     if rows is not None and fit < rows and not machine.masked:  # fewer lanes, so that the rows asked for fit
         lanes = lanes_per_tile(l, lanes * fit // rows, machine)
     tile = rows_per_tile(m, rows or fit, machine)
@@ -224,15 +228,13 @@ def _column_sums(terms, view, operands, *, number, name, machine, rows, chunk, m
     outs = [output(shape, dtype, block, lambda i, j, p, t: (i, p, 0, j)) for _ in range(number)]
     found = launch(
         kernel, name, (a, pl.cdiv(l, lanes), parts, steps), [operand(t) for t in present], outs, machine,
-        semantics=("parallel", "parallel", "parallel", "arbitrary"), entries=tile * lanes, columns=True,
+        semantics=("parallel", "parallel", "parallel", "arbitrary"), entries=tile * lanes, columns=few,
     )  # fmt: skip
     found = [t.reshape(a, parts, l) for t in found]
     if parts == 1:
         return found
     merged = columns_of((a, parts, l), (1,))
     again: Terms = lambda *t: t  # noqa: E731
-    if machine.masked:  # a program walks all parts of a few columns: many programs, one launch
-        tall: dict[str, Any] = {"rows": min(parts, 128), "chunk": MERGED_LANES, "most": 1}
-    else:
-        tall = {"rows": parts, "chunk": None}
-    return _column_sums(again, merged, found, number=number, name=f"{name}_merge", machine=machine, **tall)
+    return _column_sums(
+        again, merged, found, number=number, name=f"{name}_merge", machine=machine, rows=parts, chunk=None
+    )

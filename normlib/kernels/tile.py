@@ -39,7 +39,7 @@ class Chunk:
       first, height: the rows of a taller block that this part takes; None for all of its rows.
       real: bool `[rows, 1]`, which rows are inside the array where `rows` does not say it (no masks on loads); None for
         all.
-      kept: where `add` leaves its sums instead of in a ref; None for the ref.
+      kept: where `add` leaves its values, `[rows, size]`, instead of their sum in a ref; None for the ref.
     """
 
     machine: Machine
@@ -74,12 +74,11 @@ class Chunk:
         """Add the sum of `value` over rows to this part of `ref`, `[1, lanes]`."""
         if self.real is not None:
             value = jnp.where(self.real, value, jnp.zeros((), value.dtype))
-        total = jnp.sum(value, 0, keepdims=True)
         if self.kept is not None:
-            self.kept.append(total)
+            self.kept.append(value)
             return
         at, _ = self._at(ref)
-        ref[at] += total
+        ref[at] += jnp.sum(value, 0, keepdims=True)
 
     def clean(self, value: Array) -> Array:
         """`value`, `[rows, size]`, with 0 beyond the array."""
