@@ -21,7 +21,7 @@ from jaxtyping import Array
 from normlib import _arguments as check
 from normlib import passes
 from normlib._deferred import Deferred
-from normlib._forward import Config, apply, by_channel, effective, folded, pooled, sets_of, wide_or_none
+from normlib._forward import Config, apply, by_channel, effective, folded, heeded, pooled, sets_of, wide_or_none
 from normlib._rules import backward
 from normlib._varying import like, typed_like, varying
 from normlib.engine import normalize
@@ -220,7 +220,7 @@ def _whole_forward(plan, terms, scale, bias, behind, where, shift, eps):
     """(y, residual, moments, rstd) in one kernel, where the backend has one for it."""
     config = plan.config
     whole = getattr(config.passes, "forward", None)
-    if whole is None or not config.scope.is_local or shift is not None:
+    if whole is None or not config.scope.is_local or heeded(config, shift):
         return None
     return whole(
         terms, effective(scale, config.scale_offset), wide_or_none(bias), where, behind, axes=config.axes,

@@ -48,7 +48,7 @@ def forward(config, x, scale, bias, where, shift, eps):
 def normalized(config, x, scale, bias, where, shift, eps):
     """(y, moments of y, moments of the whole scope, rstd); in one sweep where the backend has one for it."""
     whole = getattr(config.passes, "forward", None)
-    if whole is not None and config.scope.is_local and shift is None and isinstance(x, jax.Array):
+    if whole is not None and config.scope.is_local and not heeded(config, shift) and isinstance(x, jax.Array):
         found = whole(
             [x], effective(scale, config.scale_offset), wide_or_none(bias), where, axes=config.axes,
             eps=eps if config.eps is None else config.eps, centered=config.centered, dtype=config.out_dtype or x.dtype,
@@ -59,6 +59,11 @@ def normalized(config, x, scale, bias, where, shift, eps):
     own, total = pooled(config, x, where, shift, eps)
     rstd = own.rstd(eps)
     return apply(config, x, own, rstd, scale, bias, where), own, total, rstd
+
+
+def heeded(config, shift) -> bool:
+    """Whether a guess of the mean, any shape or None, is more than help to save a pass: a method asked for by name."""
+    return shift is not None and config.scope.method != "auto"
 
 
 def sets_of(config) -> dict[str, Any]:

@@ -24,11 +24,12 @@ from normlib.kernels.tiling import CORES, Tiling
 # Of whole channels, in µs: a launch; what a walk's instructions cost per turn whatever its size, and the pooling of
 # lanes per tile; an entry, and a byte of it that moves; what an entry costs beside, times the bytes of the copies that
 # it is part of.
-LAUNCH, TURN, POOLED = 4.5, 0.35, 0.7
-ENTRY, BYTE, BURST = 1.1e-4, 1.0e-5, 7.8e-3
-# Of the other way: its three launches; an entry and a byte of it, on one of all cores.
-PARTS_LAUNCH, PARTS_ENTRY, PARTS_BYTE = 12.5, 2.9e-4, 1.5e-5
-MARGIN = 0.9  # whole channels must be that much cheaper: prices are off by 17 and 20 % (rms)
+LAUNCH, TURN, POOLED = 4.3, 0.46, 0.88
+ENTRY, BYTE, BURST = 1.34e-4, 5.0e-6, 1.12e-2
+# Of the other way: its three launches; an entry and a byte of it, on one of all cores; an entry of each array but the
+# first that is summed along space.
+PARTS_LAUNCH, PARTS_ENTRY, PARTS_BYTE, PARTS_SPACE = 12.4, 3.24e-4, 1.15e-5, 2.15e-4
+MARGIN = 0.9  # whole channels must be that much cheaper: prices are off by 15 and 17 % (rms)
 MOST_LOOPED = 4096  # entries of a channel that one Triton program walks by itself: one tile, so x is read once or twice
 LEAST_PROGRAMS = 64  # Triton programs: half of a large GPU's multiprocessors
 
@@ -42,23 +43,23 @@ class Bytes:
       temporary: bytes per entry for float32 values in use.
       fixed: bytes per channel for what is one value per channel.
       item: bytes of an entry of x.
+      read: arrays of the full shape that are read.
     """
 
     moving: int
     temporary: int
     fixed: int
     item: int
+    read: int = 1
 
 
 def bytes_of(sets: Sets, x: Array, others: Sequence[Array | None], written: Sequence[Any], temporary: int) -> Bytes:
     """Of a kernel that reads x and `others`, of its rank, and writes arrays of its shape in these dtypes."""
-    moving, fixed = 2 * x.dtype.itemsize + sum(2 * jnp.dtype(d).itemsize for d in written), 64
-    for t in others:
-        if t is not None and (t.size == x.size or sets.varies(t.shape)):
-            moving += 2 * t.dtype.itemsize
-        elif t is not None:
-            fixed += 2 * t.dtype.itemsize
-    return Bytes(moving, temporary, fixed, x.dtype.itemsize)
+    present = [t for t in others if t is not None]
+    full = [x, *(t for t in present if t.size == x.size or sets.varies(t.shape))]
+    moving = sum(2 * t.dtype.itemsize for t in full) + sum(2 * jnp.dtype(d).itemsize for d in written)
+    fixed = sum(2 * t.dtype.itemsize for t in present if not (t.size == x.size or sets.varies(t.shape)))
+    return Bytes(moving, temporary, fixed + 64, x.dtype.itemsize, len(full))
 
 
 def whole_us(sets: Sets, held: Bytes, tile: Tiling, lane_multiple: int) -> float:
@@ -81,7 +82,9 @@ def parts_us(sets: Sets, held: Bytes, lane_multiple: int) -> float:
     """µs of moments of parts, merged, and a map."""
     a, m, c, r = sets.sides
     entries = a * m * c * (pl.cdiv(r, lane_multiple) * lane_multiple if sets.spread else r)
-    return PARTS_LAUNCH + entries / CORES * (PARTS_ENTRY + held.moving / 2 * PARTS_BYTE)
+    entry = PARTS_ENTRY + held.moving / 2 * PARTS_BYTE
+    entry += PARTS_SPACE * (held.read - 1) if sets.spread else 0.0
+    return PARTS_LAUNCH + entries / CORES * entry
 
 
 def ordered(tilings: list[Tiling], sets: Sets, machine: Machine, held: Bytes) -> list[Tiling]:

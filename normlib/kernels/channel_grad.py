@@ -22,7 +22,7 @@ from normlib.kernels.channel_walk import Rows, run_channels
 from normlib.kernels.machine import Machine
 from normlib.kernels.phases import Columns, Phase
 from normlib.kernels.rows_grad import Given, through
-from normlib.kernels.tile import widened
+from normlib.kernels.tile import sum_rows, widened
 from normlib.kernels.tiling import Tiling
 
 
@@ -96,9 +96,8 @@ class _Body:
 
     def total(self, t: Array) -> Array:
         """The sum over what a channel has in a tile, axis by axis: Triton takes one at a time."""
-        for axis in self.sets.reduced:
-            t = jnp.sum(t, axis, keepdims=True)
-        return t
+        t = sum_rows(t, self.machine, self.sets.serial)
+        return jnp.sum(t, 2, keepdims=True) if self.sets.spread else t
 
     def summed(self, rows: Rows, refs: Sequence[Any], done: Columns) -> Columns:
         """(sum of dz, sum of dz * xhat) of some rows."""

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from normlib.kernels.machine import Machine
+from normlib.kernels.tile import SERIAL
 from normlib.kernels.view import Shape, View, columns_of
 
 
@@ -47,13 +48,9 @@ class Sets:
         return m * r * self.group
 
     @property
-    def reduced(self) -> tuple[int, ...]:
-        """Axes of a tile over which entries are summed; those of a group are pooled later."""
-        return (0, 2) if self.spread else (0,)
-
-    def statistics(self, t: Array) -> Array:
-        """Statistics of every channel, kept as 1 along what they are over, `[1, C, 1]` or `[A, 1, C]` to a kernel."""
-        return self.view.array(t)
+    def serial(self) -> int:
+        """Rows of a tile that may be summed one after the other: many where their errors average over space."""
+        return SERIAL * min(self.sides[3], 16)
 
     def varies(self, shape: Shape) -> bool:
         """Whether an array of `shape` differs between entries of one channel."""

@@ -14,6 +14,8 @@ from normlib.kernels.machine import Machine
 from normlib.kernels.tile import lanes_per_tile
 from normlib.kernels.tiling import CORES, Tiling
 
+HALVES = 4  # bytes per entry of two halves of a float32 value
+
 
 def channel_tilings(
     sets: Sets, machine: Machine, held: Bytes, *, rows: int | None = None, chunk: int | None = None,
@@ -78,19 +80,24 @@ class _Cuts:
         _, m, _, _ = self.sets.sides
         for channels in self.counts():
             left = self.machine.tile_bytes - self.still(channels) - self.size(m, channels) * self.held.moving
-            if rows := self.rows(left // (self.size(1, channels) * self.held.temporary)):
+            if rows := self.rows(left // self.size(1, channels), self.held.temporary):
                 yield Tiling(rows, channels, False)
 
     def streamed(self) -> Iterator[Tiling]:
         """Rows come and go, twice."""
         for channels in self.counts():
             left = self.machine.tile_bytes - self.still(channels)
-            if rows := self.rows(left // (self.size(1, channels) * (self.held.moving + self.held.temporary))):
+            if rows := self.rows(left // self.size(1, channels), self.held.moving + self.held.temporary):
                 yield Tiling(rows, channels, True)
 
-    def rows(self, fit: int) -> int:
-        """At most `fit` rows, as asked for and as the machine's tiles allow; 0 where not even the fewest fit."""
+    def rows(self, left: int, entry: int) -> int:
+        """Rows for which `left` bytes per row's entry are enough, as asked for and as the machine's tiles allow.
+
+        An entry takes `entry` bytes, and half a value more where rows are summed by halves. 0 for too few.
+        """
         _, m, _, _ = self.sets.sides
+        fit = left // (entry + HALVES)
+        fit = fit if fit > self.sets.serial else min(self.sets.serial, left // entry)
         fit = min(fit, self.asked or m, m)
         multiple = 1 if self.sets.spread else self.machine.row_multiple
         return m if fit == m else max(fit, 0) // multiple * multiple

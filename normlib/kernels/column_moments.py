@@ -29,6 +29,7 @@ from normlib.kernels.tile import (
     output,
     quotient,
     rows_per_tile,
+    sum_rows,
     widened,
 )
 from normlib.kernels.tile import rows_that_fit as that_fit
@@ -186,7 +187,7 @@ class _Columns:
             return t if within is None else jnp.where(within, t, jnp.zeros((), t.dtype))
 
         def total(t):
-            return jnp.sum(t, 0, keepdims=True)
+            return sum_rows(t, self.machine)
 
         mean, *others = (widened(part.read(ref)) for ref in refs)
         if self.counted:

@@ -206,6 +206,7 @@ def names_of(call, *arrays):
 
 
 ONE = {
+    "batch_norm with a guess": (lambda x, s, b: nl.batch_norm(x, s, b, shift=s).y, (8, 3, 3, 32), 0),
     "batch_norm": (lambda x, s, b: nl.batch_norm(x, s, b).y, (8, 3, 3, 32), 0),
     "batch_norm_first": (lambda x, s, b: nl.batch_norm(x, s, b, axis=1).y, (8, 32, 3, 3), 0),
     "batch_norm_act": (lambda x, s, b: nl.batch_norm_act(x, s, b, residual=x).y, (8, 3, 3, 32), 0),

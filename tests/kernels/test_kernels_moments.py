@@ -42,8 +42,8 @@ def test_a_constant_channel_has_no_variance_and_an_overflow_is_not_hidden(backen
     assert not np.isfinite(found.m2[0, 1])
 
 
-@pytest.mark.parametrize("axis, shape", [(-1, (5000, 64)), (1, (40, 64, 300))])
-def test_a_batch_norm_reads_x_twice_forward(axis, shape):
+@pytest.mark.parametrize("axis, shape", [(-1, (5000, 64)), (1, (4, 64, 12544))])
+def test_a_batch_norm_of_many_rows_reads_x_twice_forward(axis, shape):
     norm = lambda x: nl.batch_norm(x, axis=axis, backend=Laid())[0]  # noqa: E731
     x = jax.ShapeDtypeStruct(shape, "bfloat16")
 
