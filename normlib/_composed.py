@@ -227,7 +227,7 @@ def _whole_forward(plan, terms, scale, bias, behind, where, shift, eps):
         eps=eps if config.eps is None else config.eps, centered=config.centered, dtype=plan.out_dtype,
         weights=plan.weights, activation=plan.activation,
         residual_dtype=plan.dtype if plan.residual or plan.round_first else None, round_first=plan.round_first,
-        **sets_of(config),
+        batch_invariant=config.batch_invariant, **sets_of(config),
     )  # fmt: skip
 
 

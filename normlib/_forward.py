@@ -52,7 +52,7 @@ def normalized(config, x, scale, bias, where, shift, eps):
         found = whole(
             [x], effective(scale, config.scale_offset), wide_or_none(bias), where, axes=config.axes,
             eps=eps if config.eps is None else config.eps, centered=config.centered, dtype=config.out_dtype or x.dtype,
-            **sets_of(config),
+            batch_invariant=config.batch_invariant, **sets_of(config),
         )  # fmt: skip
         if found is not None:
             return found.y, found.moments, found.moments, found.rstd

@@ -128,6 +128,17 @@ def test_batch_invariant_layer_norm_over_any_axes_keeps_its_bits(axis, jit):  # 
             np.testing.assert_array_equal(run(y[:, :n]), whole[:, :n])
 
 
+@pytest.mark.parametrize(("backend", "options", "shape"), [
+    ("npu", {}, (64, 257, 48)), ("pallas", {"platform": "gpu", "interpret": True}, (8, 700, 16)),
+], ids=["npu", "gpu"])  # fmt: skip
+def test_batch_invariant_norms_over_the_middle_keep_their_bits_in_kernels(backend, options, shape):
+    """Tiles of whole channels depend on how many samples there are: such a norm does not take them."""
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32) + 1
+    with nl.use_backend(backend, **options):
+        run = jax.jit(functools.partial(nl.layer_norm, axis=1, batch_invariant=True))
+        np.testing.assert_array_equal(run(x[:2]), run(x)[:2])
+
+
 def test_a_last_virtual_batch_of_one_row_is_refused():  # CASES: B1
     with pytest.raises(ValueError, match="one value per set"):
         nl.batch_norm(jnp.ones((7, 3)), virtual_batch_size=3, ragged=True)

@@ -232,6 +232,31 @@ def test_groups_that_devices_cannot_have_whole_are_gathered_and_right():
         np.testing.assert_allclose(jax.jit(GN)(split), GN(x), atol=2e-6)
 
 
+ONE_CHANNEL = {
+    "instance_norm": (nl.instance_norm, -1),
+    "batch_norm": (BN, -1),
+    "batch_norm, channels first": (lambda *args: nl.batch_norm(*args, axis=1).y, 1),
+}
+
+
+@pytest.mark.parametrize("to", ["cpu", "gpu"])
+@pytest.mark.parametrize(("call", "axis"), ONE_CHANNEL.values(), ids=ONE_CHANNEL)
+def test_devices_may_have_one_channel_each(call, axis, to):
+    """Then what is kept beside the channels lies before what is reduced, as in a norm of rows."""
+    x, dy = np.random.default_rng(0).normal(size=(2, 3, 5, 8)).astype(np.float32)
+    x, dy = (np.moveaxis(t, -1, axis) for t in (x[None].repeat(2, 0), dy[None].repeat(2, 0)))
+    scale, bias = np.linspace(0.5, 2, 8, dtype=np.float32), np.linspace(-1, 1, 8, dtype=np.float32)
+    want = jax.jit(steps(call))(x, scale, bias, dy)
+    spec = P(*("d" if i == axis % x.ndim else None for i in range(x.ndim)))
+    x, dy = (jax.device_put(t, NamedSharding(meshes()["8"], spec)) for t in (x, dy))
+    with on(to):
+        compiled = jax.jit(steps(call)).lower(x, scale, bias, dy).compile()
+        found = compiled(x, scale, bias, dy)
+    assert "all-gather" not in compiled.as_text() or axis == 1
+    for f, w in zip(found, want):
+        np.testing.assert_allclose(f, w, atol=4e-6 * max(1.0, float(abs(w).max())))
+
+
 def test_a_split_row_is_gathered_and_right():
     """The one layout that costs: features of a row norm over devices (`sharded_layer_norm` is for it)."""
     x = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)

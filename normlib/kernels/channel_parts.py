@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array
 
 from normlib.kernels.affine import affine_tile, elementwise, grad_tile
-from normlib.kernels.channel_sets import Sets, sets_of, spread_over
+from normlib.kernels.channel_sets import Sets, rows_are_sets, sets_of, spread_over
 from normlib.kernels.column_moments import moments as kernel_moments
 from normlib.kernels.machine import Machine
 from normlib.kernels.rows_grad import Given, through
@@ -35,7 +35,9 @@ class Over:
     group: int
 
     def fits(self, shape: Shape) -> bool:
-        """Whether whole channels of an array of `shape` can lie in a tile."""
+        """Whether whole channels of an array of `shape` can lie in a tile, and are no rows."""
+        if rows_are_sets(shape, self.axes):
+            return False
         return sets_of(shape, self.axes, group=self.group, channel_axis=self.channel) is not None
 
     def sets(self, shape: Shape) -> Sets:

@@ -62,11 +62,12 @@ def sets_of(shape: Shape, axes: Sequence[int], *, group: int = 1, channel_axis: 
     """The sets of statistics over `axes`, each of `group` neighbouring channels; None where tiles cannot hold them.
 
     Either the reduced axes are neighbours, with channels behind them, or there are channels between the first axes and
-    the last ones (with groups the former, and no kept axis but the channels behind). Axes of size 1 do not matter.
+    the last ones (with groups the former, and no kept axis but the channels behind). Axes of size 1 do not matter: one
+    channel is a tile of one lane.
     """
     long = [a for a in axes if shape[a] != 1]
     kept = [i for i in range(len(shape)) if shape[i] != 1 and i not in long]
-    if not long or (kept and kept[-1] < long[0]):
+    if not long:
         return None
     between = [i for i in kept if long[0] < i < long[-1]]
     if not between:
@@ -102,6 +103,13 @@ class Pool:
         zero = jnp.zeros((), t.dtype)
         total = jnp.sum(jnp.where(self.member, t, zero), 1, keepdims=True)
         return jnp.sum(jnp.where(self.member, total, zero), 0, keepdims=True)
+
+
+def rows_are_sets(shape: Shape, axes: Sequence[int]) -> bool:
+    """Whether what shares statistics over `axes` lies behind all that is kept: a norm of rows is better there."""
+    long = [a for a in axes if shape[a] != 1]
+    kept = [i for i in range(len(shape)) if shape[i] != 1 and i not in long]
+    return bool(long and kept) and kept[-1] < long[0]
 
 
 def spread_over(t: jax.Array, group: int, axis: int) -> jax.Array:

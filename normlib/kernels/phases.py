@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from normlib.kernels.machine import Machine
 from normlib.kernels.tile import Band, Chunk, Operand, fold, guarded, inside, launch, output
-from normlib.kernels.tiling import CORES, Tiling
+from normlib.kernels.tiling import CORES, Tiling, titled
 from normlib.kernels.view import View
 
 Columns = tuple[Array, ...]  # of [rows, 1]
@@ -76,7 +76,9 @@ def run_rows(
             untuned = machine.replace(tuner=None)
             return run_rows(phases, view, arrays, outs, choice, name=name, machine=untuned, columns=columns)
 
-        tile = machine.tuner(name, operands, (tile, *tile.others), build)
+        written = [o.dtype for o in outs if not o.columns and not o.summed]
+        title = titled(name, operands[0].dtype, written, sum(o.summed for o in outs))
+        tile = machine.tuner(title, operands, (tile, *tile.others), build)
     run = _Rows(phases, view, operands, outs, tile, machine, columns)
     options: dict[str, Any] = {"entries": tile.rows * tile.chunk}
     grid: tuple[int, ...] = (run.a, run.parts, run.turns)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
@@ -26,6 +28,14 @@ class Tiling:
     streamed: bool
     others: tuple[Tiling, ...] = ()
     in_parts: bool = False
+
+
+def titled(name: str, dtype: Any, written: Sequence[Any], sums: int = 0) -> str:
+    """What a tuner calls a kernel whose results of the full shape, dtypes `written`, and sums over rows decide what
+    fits: `name` alone for one result in x's `dtype`."""
+    names = [jnp.dtype(d).name for d in written]
+    name += "" if names == [jnp.dtype(dtype).name] else f"_to_{'_'.join(names)}"
+    return f"{name}_and_{sums}_sums" if sums else name
 
 
 REREAD = 128 << 20  # bytes of rows in flight that a chip's L2 (192 MiB) keeps until they are read again

@@ -22,7 +22,7 @@ from normlib.kernels.channel_norm import channel_norm, norm_bytes
 from normlib.kernels.channel_parts import Over, moments_of, parts_backward, parts_forward
 from normlib.kernels.channel_tiling import channel_tilings
 from normlib.kernels.rows_grad import Given, through
-from normlib.kernels.tiling import Tiling
+from normlib.kernels.tiling import Tiling, titled
 from normlib.kernels.view import Shape
 from normlib.moments import Moments, count_entries
 from normlib.passes import xla
@@ -61,7 +61,7 @@ def forward(
         return parts_forward(run.machine, over, *arrays, names=names, **options)
 
     held = norm_bytes(*operands, sets=over.sets(x.shape), activation=activation, dtype=dtype)
-    tile = _chosen(run, over, held, name, operands, whole, parts)
+    tile = _chosen(run, over, held, name, [dtype], operands, whole, parts)
     if tile is None:
         return None
 
@@ -116,7 +116,8 @@ def backward(
         return full, over.parameters(run.machine, shapes, arrays[0].shape, s0, s1)
 
     held = grad_bytes(x, Given(*operands[1:]), sets=over.sets(x.shape), **options)
-    tile = _chosen(run, over, held, name, operands, whole, parts)
+    written = [x.dtype] if behind_dtype is None else [x.dtype, behind_dtype]
+    tile = _chosen(run, over, held, name, written, operands, whole, parts)
     if tile is None:
         return None
 
@@ -158,7 +159,9 @@ def _moments(over: Over, s: Array, eps: float, centered: bool) -> tuple[Array | 
     return None, None, m2, moments_of(n, None, None, m2).rstd(eps)
 
 
-def _chosen(run, over: Over, held: Bytes, name: str, operands, whole: Callable, parts: Callable) -> Tiling | None:
+def _chosen(
+    run, over: Over, held: Bytes, name: str, written: Sequence[Any], operands, whole: Callable, parts: Callable
+) -> Tiling | None:
     """The tiling of whole channels, or None for the other way."""
     x, machine = operands[0], run.machine
     sets = over.sets(x.shape)
@@ -173,7 +176,9 @@ def _chosen(run, over: Over, held: Bytes, name: str, operands, whole: Callable, 
             filled[i] = t
         return parts(filled, ()) if choice.in_parts else whole(asked(choice), *filled)
 
-    title = f"{name}_over_{'_'.join(map(str, over.axes))}" + (f"_by_{over.group}" if over.group > 1 else "")
+    title = f"{titled(name, x.dtype, written)}_over_{'_'.join(map(str, over.axes))}" + (
+        f"_by_{over.group}" if over.group > 1 else ""
+    )
     found = machine.tuner(title, [operands[i] for i in present], (tile, *tile.others, IN_PARTS), build)
     return None if found.in_parts else replace(found, others=())
 

@@ -176,10 +176,12 @@ class TilePass:
     # The whole forward or backward in one kernel, of rows or of whole channels, or None: where statistics are of one
     # device
 
-    def forward(self, terms, scale, bias, where, behind=None, **options):
+    def forward(self, terms, scale, bias, where, behind=None, *, batch_invariant=False, **options):
         """See `normlib.passes.whole.forward` and `normlib.passes.channels.forward`."""
         found = whole.forward(self, terms, scale, bias, where, behind, **options)
-        return channels.forward(self, terms, scale, bias, where, behind, **options) if found is None else found
+        if found is None and not batch_invariant:  # tiles of whole channels depend on how many samples there are
+            found = channels.forward(self, terms, scale, bias, where, behind, **options)
+        return found
 
     def backward(self, terms, dy, mean, low, rstd, scale=None, bias=None, behind=None, extra=None, **options):
         """See `normlib.passes.whole.backward` and `normlib.passes.channels.backward`."""

@@ -33,13 +33,13 @@ class Tuner:
     def __call__(
         self, name: str, operands: Sequence[Array], tilings: Sequence[Tiling], build: Callable[..., Any]
     ) -> Tiling:
-        """The fastest of `tilings` for `build(tiling, *operands)`."""
+        """The fastest of `tilings` for `build(tiling, *operands)`: what was chosen before, if it is one of them."""
         shapes = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in operands]
         spec = sim_npu.get_chip(self.chip)
         operands_text = (f"{t.dtype.name}{list(t.shape)}".replace(" ", "") for t in shapes)
         key = " ".join([_called(spec), name, *operands_text])
-        if key not in _table:
-            distinct = list(dict.fromkeys(replace(t, others=()) for t in tilings))
+        distinct = list(dict.fromkeys(replace(t, others=()) for t in tilings))
+        if _table.get(key) not in distinct:  # a loaded table may be of another version, or for other results
             _table[key] = min(distinct, key=lambda t: self._us(build, t, shapes))
         return _table[key]
 
@@ -75,7 +75,7 @@ def save(path: str | Path) -> None:
 
 
 def load(path: str | Path) -> None:
-    """Take over choices that `save` wrote.
+    """Take over choices that `save` wrote. One that does not fit the norm it is for is chosen anew there.
 
     Raises:
       ValueError: if the file is not such a table; nothing is taken over then.

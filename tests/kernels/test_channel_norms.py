@@ -196,6 +196,35 @@ def test_a_tuned_norm_takes_the_faster_way_and_remembers_it(tmp_path, monkeypatc
         tuner.load(tmp_path / "bad.json")
 
 
+def test_a_loaded_choice_that_does_not_fit_is_made_anew(tmp_path, monkeypatch):
+    """Of an older version, say, or edited by hand."""
+    monkeypatch.setattr(tuner, "_table", {})
+    keys = ("910b2 channel_norm_over_0 float32[1024,64]", "910b2 rms_norm float32[1,96,512]")
+    huge = {"rows": 1 << 20, "chunk": 1 << 20, "streamed": False}
+    (tmp_path / "huge.json").write_text(json.dumps(dict.fromkeys(keys, huge)))
+    tuner.load(tmp_path / "huge.json")
+    columns, rows = (np.random.default_rng(0).normal(size=s).astype(np.float32) for s in ((1024, 64), (96, 512)))
+    with nl.use_backend("npu", tune=True):
+        y, z = jax.jit(lambda x: nl.batch_norm(x).y)(columns), jax.jit(nl.rms_norm)(rows)
+    np.testing.assert_allclose(y, (columns - columns.mean(0)) / np.sqrt(columns.var(0) + EPS), atol=4e-6)
+    np.testing.assert_allclose(z, rows / np.sqrt((rows**2).mean(1, keepdims=True) + 1e-6), atol=4e-6)
+    assert set(tuner.tuned()) == set(keys) and all(t.rows <= 1024 for t in tuner.tuned().values())
+
+
+def test_choices_for_results_of_different_dtypes_are_kept_apart(monkeypatch):
+    """What fits beside bfloat16 results may not fit beside float32 ones."""
+    monkeypatch.setattr(tuner, "_table", {})
+    x, rows = jax.ShapeDtypeStruct((120, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((96, 512), jnp.bfloat16)
+    with nl.use_backend("npu", tune=True):
+        for dtype in (None, "float32", None):
+            jax.eval_shape(lambda x: nl.batch_norm(x, out_dtype=dtype).y, x)  # noqa: B023
+            jax.eval_shape(lambda x: nl.rms_norm(x, out_dtype=dtype), rows)  # noqa: B023
+    names = [k.split()[1] for k in tuner.tuned()]
+    assert names == [
+        "channel_norm_over_0", "rms_norm", "channel_norm_to_float32_over_0", "rms_norm_to_float32",
+    ]  # fmt: skip
+
+
 # How many kernels a norm launches
 
 
