@@ -284,10 +284,6 @@ def sum_rows(t: Array, machine: Machine, serial: int = SERIAL) -> Array:
     n = t.shape[0]
     if machine.masked or n <= max(serial, SERIAL):
         return jnp.sum(t, 0, keepdims=True)
-    if machine.name == "npu":  # where values are 16-bit, sums alone are not: no two entries are added by themselves
-        size = max(serial, 4 * SERIAL)
-        parts = [jnp.sum(t[i : i + size], 0, keepdims=True) for i in range(0, n, size)]
-        return functools.reduce(lambda a, b: a + b, parts)
     half = n // (2 * SUBLANES) * SUBLANES
     total = sum_rows(t[:half] + t[half : 2 * half], machine, serial)
     return total if n == 2 * half else total + jnp.sum(t[2 * half :], 0, keepdims=True)
