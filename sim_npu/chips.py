@@ -13,6 +13,8 @@ Confidence of a constant is `documented` (vendor file or manual), `fitted` (to p
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from dataclasses import dataclass, field
 
 INI = "CANN 8.1.RC1 platform configuration files"
@@ -20,7 +22,7 @@ MANUAL = "AscendC programming manual (asc-devkit)"
 A2_ADD = "AscendC manual, A2 add sample with six variants"
 B4_TRACE = "AscendC manual, 910B4 profiler samples"
 OPS_NN = "public ops-nn device times, odd cases"
-GE = "cost model of the graph engine's fusion for 950 (hicann/ge, perf_param_v2)"
+GE = "cost model of the graph engine's fusion for 950 (hicann/ge, perf_param_v2: LoadStride, StoreStride)"
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,29 @@ def _rates(**changes: float) -> dict[str, float]:
     return base | changes
 
 
+_COUNTS = (
+    *("cores", "cube_cores", "ub_bytes", "l2_bytes", "hbm_bytes", "ub_bank_groups", "ub_banks_per_group"),
+    *("ub_bank_bytes", "repeat_bytes", "max_repeats", "max_queue_depth", "event_ids"),
+)
+_OPTIONAL = ("l2_read_bytes_per_cycle", "l2_write_bytes_per_cycle", "l2_read_gbps")
+_RATES = (
+    *("clock_mhz", "chip_gbps", "l2_gbps", "mte2_bytes_per_cycle", "mte3_bytes_per_cycle", *_OPTIONAL),
+    *("vector_issue", "atomic_factor", "cube_flops_per_cycle"),
+)
+_OVERHEADS = (
+    *("vec_head", "vec_head_first", "mte2_head", "mte3_head", "burst_cycles", "gap_read_cycles", "gap_write_cycles"),
+    *("launch_us", "setup_us", "core_start_us", "scalar_step", "loop_cycles", "sync_us"),
+)
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) > 0
+
+
+def _is_overhead(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf
+
+
 @dataclass(frozen=True)
 class ChipSpec:
     """One chip. Rates are per core unless they say chip; cycles are at `clock_mhz`.
@@ -65,7 +90,7 @@ class ChipSpec:
       vec_head, vec_head_first: cycles per vector instruction; the first after a wait.
       mte2_head, mte3_head: cycles per copy instruction.
       burst_cycles: extra cycles per contiguous piece of a strided copy.
-      gap_read_cycles, gap_write_cycles: more of them per byte by which the gap between two pieces exceeds whole 256 B.
+      gap_read_cycles, gap_write_cycles: more of them per byte of the gap between two pieces, up to 4 KiB.
       mte2_bytes_per_cycle, mte3_bytes_per_cycle: rate of one core alone, to and from HBM.
       l2_read_bytes_per_cycle, l2_write_bytes_per_cycle: the same for bytes that hit L2; None: as HBM.
       chip_gbps: all reads and writes that miss L2, GB/s.
@@ -87,6 +112,10 @@ class ChipSpec:
       has_datacopypad, has_syncall, has_bf16_arith, tree_reduce: abilities.
       cube_flops_per_cycle: flops per cycle and cube core for fp16; a quarter for fp32, double for int8.
       sources: provenance per field, over the defaults in `PROVENANCE`.
+
+    Raises:
+      ValueError: for a count that is no positive whole number, a rate that is not positive, a negative overhead, or
+        cost classes that are missing or unknown.
     """
 
     name: str
@@ -135,9 +164,20 @@ class ChipSpec:
     sources: dict[str, Provenance] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for name in ("cores", "cube_cores", "clock_mhz", "ub_bytes", "chip_gbps", "l2_gbps", "mte2_bytes_per_cycle"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"`{name}` of a ChipSpec must be positive; got {getattr(self, name)!r}.")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"`{name}` of a ChipSpec must be a positive whole number; got {value!r}.")
+        for names, least, kind in ((_RATES, "more than 0", _is_rate), (_OVERHEADS, "0 or more", _is_overhead)):
+            for name in names:
+                value = getattr(self, name)
+                if not kind(value) and not (value is None and name in _OPTIONAL):
+                    raise ValueError(f"`{name}` of a ChipSpec must be a number, {least}; got {value!r}.")
+        if set(self.cycles_per_repeat) != set(_rates()) or not all(map(_is_rate, self.cycles_per_repeat.values())):
+            raise ValueError(
+                f"`cycles_per_repeat` of a ChipSpec must hold a number, more than 0, for each of "
+                f"{', '.join(_rates())}; got {self.cycles_per_repeat!r}."
+            )
 
     def replace(self, **changes: object) -> ChipSpec:
         """A chip with some fields changed; their provenance becomes `assumed`, source "user"."""
@@ -287,7 +327,7 @@ CHIPS: dict[str, ChipSpec] = {
             vec_head=2.0,
             mte2_bytes_per_cycle=60.0,
             mte3_bytes_per_cycle=88.0,
-            gap_read_cycles=0.043,
+            gap_read_cycles=0.005,
             gap_write_cycles=0.0385,
             ub_bank_groups=8,
             ub_banks_per_group=2,

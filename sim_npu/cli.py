@@ -21,7 +21,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from sim_npu.chips import CHIPS
+from sim_npu.chips import CHIPS, get_chip
 from sim_npu.export import op_summary_csv, trace_json
 from sim_npu.hints import hints
 from sim_npu.html import html_page
@@ -42,6 +42,9 @@ DTYPES = {
 }
 
 
+RESERVED = ("chip", "plan", "plans", "profile", "cache", "report", "explain_capacity")
+
+
 def load(name: str) -> Callable:
     """The function `module:function`.
 
@@ -49,7 +52,7 @@ def load(name: str) -> Callable:
       ValueError: if the text has another form or there is no such function.
     """
     module, colon, attribute = name.partition(":")
-    if not colon:
+    if not colon or not module:
         raise ValueError(f"`kernel` must be module:function, such as sim_npu.demos:rms_norm; got {name!r}.")
     try:
         found: Any = importlib.import_module(module)
@@ -59,6 +62,8 @@ def load(name: str) -> Callable:
         if not hasattr(found, part):
             raise ValueError(f"`kernel` {name!r}: {module} has no {attribute!r}.")
         found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(f"`kernel` {name!r} must be a function; it is a {type(found).__name__}.")
     return found
 
 
@@ -92,6 +97,14 @@ def parse_dtype(text: str) -> str:
         raise ValueError(f"`--dtype` must be a dtype such as bf16, float16 or float32; got {text!r}.") from error
 
 
+def chip_name(text: str) -> str:
+    """A chip's preset name, from any case or another of its names."""
+    try:
+        return get_chip(text).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def arguments(fn: Callable, shapes: Sequence[str], dtypes: Sequence[str]) -> tuple:
     """Arguments of `fn` from the command line's shapes and dtypes."""
     parsed = [parse_shape(s) for s in shapes]
@@ -112,6 +125,8 @@ def keywords(pairs: Sequence[str]) -> dict[str, Any]:
         name, equals, value = pair.partition("=")
         if not equals:
             raise ValueError(f"`--set` must be name=value; got {pair!r}.")
+        if name in RESERVED:
+            raise ValueError(f"`--set` gives keywords of the kernel; {name!r} has options of its own (see --help).")
         try:
             out[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -133,7 +148,7 @@ def parser() -> argparse.ArgumentParser:
         p.add_argument("kernel", help="module:function")
         p.add_argument("--shape", action="append", required=True, help="sizes joined by x; once per argument")
         p.add_argument("--dtype", action="append", default=[], help="bf16, fp16, fp32, int8, ... (default fp32)")
-        p.add_argument("--chip", default="910b2", choices=sorted(CHIPS), help="default 910b2")
+        p.add_argument("--chip", default="910b2", type=chip_name, help=f"{', '.join(sorted(CHIPS))} (default 910b2)")
         p.add_argument("--cache", default="warm", choices=CACHES, help="state of L2 (default warm)")
         p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="keyword of the kernel")
         if name != "plans":
@@ -188,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
         print(run(options))
-    except (ValueError, UnsupportedKernel) as error:
+    except (ValueError, TypeError, UnsupportedKernel, OSError) as error:  # TypeError: of a kernel given other shapes
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

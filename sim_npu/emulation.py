@@ -8,9 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sim_npu import pallas_adapter as adapter
+from sim_npu.arguments import check_call, refuse_empty
 from sim_npu.chips import ChipSpec
 from sim_npu.grid import run_kernel
 from sim_npu.precision import Kind, Order, PrecisionPolicy, resolve
@@ -48,9 +50,11 @@ def emulate(
       What `fn(*args)` returns: same tree, shapes and dtypes.
 
     Raises:
-      ValueError: on an unknown preset, order or chip.
+      ValueError: on an unknown preset, order or chip, an array without elements, a block outside of its array, or
+        `statistics` that are no positions of arguments.
       UnsupportedKernel: at a primitive without a rounding rule, with its name and source line.
-      TypeError: when differentiated; emulate the gradient instead, `emulate(jax.grad(fn), x)`.
+      TypeError: for arguments that `fn` does not take, or that are no arrays; when differentiated: emulate the
+        gradient instead, `emulate(jax.grad(fn), x)`.
 
     >>> from jax.experimental import pallas as pl
     >>> def halves(x_ref, y_ref):
@@ -61,6 +65,14 @@ def emulate(
     Array([2048., 2048., 2050.], dtype=float32)
     """
     policy = resolve(precision, order, chip)
+    check_call(fn, args, {})
+    refuse_empty(args)
+    for i, arg in enumerate(args):
+        for leaf in jax.tree.leaves(arg):
+            if not isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int | complex):
+                raise TypeError(f"`args[{i}]` must be an array, or a tree of them, since emulation runs; got {leaf!r}.")
+    if isinstance(statistics, int | str) or not all(isinstance(i, int) and 0 <= i < len(args) for i in statistics):
+        raise ValueError(f"`statistics` must hold positions of the {len(args)} arguments, from 0; got {statistics!r}.")
     compiled = _compiled if isinstance(fn, Hashable) else _compile
     return compiled(fn, policy, tuple(statistics))(*args)
 

@@ -37,6 +37,7 @@ class Evaluator:
         self.arithmetic = arithmetic
         self.grid = grid
         self.ids = tuple(ids)
+        self._caller = adapter.UNKNOWN_LINE  # of the call being evaluated: equations of library functions have no line
         self.rules: dict[str, Callable[[Any, list[Item]], list[Item]]] = {
             "get": self._get,
             "swap": self._swap,
@@ -75,10 +76,13 @@ class Evaluator:
         if name in self.rules:
             return self.rules[name](eqn, items)
         if (inner := adapter.inner_jaxpr(eqn)) is not None:
-            return self.run(inner.jaxpr, inner.consts, items, [uses.feeds_sum(v) for v in eqn.outvars])
+            outer, self._caller = self._caller, self._line(eqn)
+            results = self.run(inner.jaxpr, inner.consts, items, [uses.feeds_sum(v) for v in eqn.outvars])
+            self._caller = outer
+            return results
         if name not in SUPPORTED:
             raise adapter.UnsupportedKernel(
-                f"primitive `{name}` at {adapter.source_line(eqn)} has no rounding rule. "
+                f"primitive `{name}` at {self._line(eqn)} has no rounding rule. "
                 "Write it with arithmetic, comparisons, reductions, casts, loads and stores."
             )
         values = [v for v in items if isinstance(v, Value)]
@@ -87,6 +91,10 @@ class Evaluator:
         scale = uses.divisor(eqn) if self.arithmetic.policy.scale_before_sum else None
         feeds = uses.feeds_sum(eqn.outvars[0])
         return list(self.arithmetic(eqn, values, feeds_sum=feeds, scale=None if scale is None else 1.0 / scale))
+
+    def _line(self, eqn: Any) -> str:
+        line = adapter.source_line(eqn)
+        return self._caller if line == adapter.UNKNOWN_LINE else line
 
     # Memory
 

@@ -136,6 +136,14 @@ def queue_depths(program: TileProgram, chip: ChipSpec, plan: TilePlan) -> dict[s
     return depths | {q.name: q.depth for q in program.queues}
 
 
+def clipped(depths: dict[str, int], program: TileProgram, chip: ChipSpec, plan: TilePlan) -> str:
+    """What to say of blocks that get fewer buffers than the plan wants; empty if none does."""
+    wanted = plan.queue_depth
+    fewer = [f"{b.name} has {depths[b.name]}" for b in program.blocks if depths.get(b.name, wanted) < wanted]
+    limit = min(chip.max_queue_depth, chip.event_ids)
+    return f"Queue depth {wanted} is more than a position's {limit} buffers allow: {', '.join(fewer)}." if fewer else ""
+
+
 def moves(block: BlockUse, grid: Sequence[int]) -> bool:
     """Whether the block's index changes along a grid axis of more than one step."""
     return any(grid[a] > 1 for a in block.axes) or any(e == ("unknown",) for e in block.index)

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sim_npu.chips import ChipSpec
+from sim_npu.arguments import plan_for, shapes_of
+from sim_npu.chips import ChipSpec, get_chip
 from sim_npu.footprint import CapacityError, moves
 from sim_npu.ir import TileProgram, VecOp, dtype_bytes, walk
 from sim_npu.plan import TilePlan, is_tunable
 from sim_npu.result import KernelResult, SimReport
-from sim_npu.simulate import Kernel, as_shape, simulate
+from sim_npu.simulate import Kernel, simulate
 
 GOOD_COPY = 16 * 1024  # bytes from which a copy reaches good bandwidth, AscendC manual
 
@@ -48,14 +49,15 @@ def hints(
     plan: TilePlan | None = None,
     report: SimReport | None = None,
     cache: str = "warm",
+    profile: str = "ideal",
     **kwargs: Any,
 ) -> list[Hint]:
     """Ranked hints for a call, largest gain first. Each change of plan is simulated before it is given.
 
     A `report` of the same call saves simulating it again; its profile holds for the changes as well.
     """
-    plan = plan or TilePlan()
-    base = report or simulate(fn, *args, chip=chip, plan=plan, cache=cache, **kwargs)
+    plan = plan_for(plan, get_chip(chip))
+    base = report or simulate(fn, *args, chip=chip, plan=plan, profile=profile, cache=cache, **kwargs)
     how: dict[str, Any] = dict(chip=chip, cache=cache, profile=base.profile, explain_capacity=False, **kwargs)
     found: list[Hint] = []
 
@@ -84,7 +86,7 @@ def hints(
     space = getattr(fn, "plan_space", None)
     if callable(fn) and is_tunable(fn) and space is not None:
         best: tuple[float, TilePlan] | None = None
-        for tiling in space(*(as_shape(a) for a in args)):
+        for tiling in space(*shapes_of(args)):
             candidate = tiling.replace(queue_depth=plan.queue_depth, cores=plan.cores)
             try:
                 o = simulate(fn, *args, plan=candidate, **how)

@@ -104,6 +104,34 @@ def evaluate(expression: Expr, axes: Sequence[np.ndarray]) -> np.ndarray:
     return _OPERATORS[op](*(evaluate(operand, axes) for operand in operands))
 
 
+def blocks_beyond(block: str, role: str, index: np.ndarray, axis: int, tile: int, length: int) -> int:
+    """At how many steps a block begins behind the end of its array: an input may (nothing is read there).
+
+    Args:
+      block: name, for the error.
+      role: "in" or "out".
+      index: block numbers along `axis` at every step (first elements with `tile` 1).
+      axis: of the array.
+      tile: elements of a block along it.
+      length: elements of the array along it.
+
+    Raises:
+      ValueError: naming an index before the array, or one of an output behind it.
+
+    >>> blocks_beyond("x", "in", np.array([0, 1, 2]), 0, 4, 8)
+    1
+    """
+    most = max(0, -(-length // tile) - 1)
+    beyond = index > most
+    outside = (index < 0) | beyond if role == "out" else index < 0
+    if outside.any():
+        raise ValueError(
+            f"the index map of block `{block}` must stay within 0 and {most} along axis {axis} (an array of {length} "
+            f"in blocks of {tile}); it gives {int(index[outside].flat[0])} at some step."
+        )
+    return int(np.count_nonzero(beyond))
+
+
 def axes_of(expression: Expr) -> frozenset[int]:
     """Grid axes that `expression` depends on."""
     if not isinstance(expression, tuple):

@@ -18,6 +18,7 @@ import numpy as np
 from sim_npu.arithmetic import Arithmetic
 from sim_npu.crosscore import arrival_order
 from sim_npu.evaluate import Evaluator
+from sim_npu.ir import blocks_beyond
 from sim_npu.pallas_adapter import BlockMapping, KernelCall
 from sim_npu.precision import PrecisionPolicy
 from sim_npu.values import Value, is_float
@@ -171,6 +172,8 @@ def _starts(block: BlockMapping, call: KernelCall) -> np.ndarray | None:
 
         rows = jax.vmap(at)(*steps) if steps else at()
         table = np.stack([np.asarray(r).astype(int) for r in rows], -1).reshape(shape)
+    for axis, (tile, length) in enumerate(zip(block.full_block_shape, block.array_shape)):
+        blocks_beyond(block.name, block.role, table[..., axis], axis, tile if block.unit == "block" else 1, length)
     return table * np.asarray(block.full_block_shape) if block.unit == "block" else table
 
 
@@ -207,6 +210,9 @@ def _operand(block: BlockMapping, table: np.ndarray | None, steps: Steps, grid: 
         axis
         for axis in range(len(block.block_shape))
         if block.unit == "block"
+        and (
+            starts[..., axis] < block.array_shape[axis]
+        ).all()  # a block behind the end is sliced out of what is not there
         and (starts[:, :1, axis] == starts[:, :, axis]).all()
         and (starts[..., axis] != starts[0, 0, axis]).any()
     )

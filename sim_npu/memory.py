@@ -26,6 +26,7 @@ from sim_npu.schedule import Schedule
 
 CACHES = ("warm", "cold", "bypass")
 DUTY_EXPONENT = 0.5
+GAP_LIMIT = 4096  # bytes between two pieces of a copy beyond which a larger gap costs no more
 
 
 @dataclass(frozen=True)
@@ -127,5 +128,9 @@ def copy_cycles(bursts: int, size: int, head: float, rate: float, chip: ChipSpec
 
 
 def gap_cost(gap: int, per_byte: float) -> float:
-    """Cycles per piece of a strided copy: the gap's bytes beyond whole 256 B, at `per_byte`."""
-    return per_byte * (gap % 256)
+    """Cycles per piece of a strided copy: the gap's bytes, at most `GAP_LIMIT` of them, at `per_byte`.
+
+    >>> gap_cost(1000, 0.01), gap_cost(1 << 20, 0.01)
+    (10.0, 40.96)
+    """
+    return per_byte * min(gap, GAP_LIMIT)

@@ -231,6 +231,8 @@ def kernel_call(eqn: Any) -> KernelCall:
 
 def _block_mapping(block: Any, role: str, ref_aval: Any) -> BlockMapping:
     array = block.array_aval
+    if np.dtype(array.dtype).kind == "c":
+        raise UnsupportedKernel(f"block `{block.origin}` is {array.dtype}: an AI Core has no complex numbers.")
     sizes: list[int | None] = []
     units = set()
     for dim in block.block_shape:
@@ -399,16 +401,19 @@ def while_parts(eqn: Any) -> tuple[jex.ClosedJaxpr, int, jex.ClosedJaxpr, int]:
     )
 
 
+UNKNOWN_LINE = "unknown line"
+
+
 def source_line(eqn: Any) -> str:
     """`file.py:12 (function)` of the user's code that made the equation, or "unknown line"."""
     traceback = eqn.source_info.traceback
     if traceback is None:
-        return "unknown line"
+        return UNKNOWN_LINE
     for frame in traceback.frames:
         path = frame.file_name.replace("\\", "/")
         if "/jax/" not in path and "/jaxlib/" not in path:
             return f"{path.rsplit('/', 1)[-1]}:{frame.line_num} ({frame.function_name.rsplit('.', 1)[-1]})"
-    return "unknown line"
+    return UNKNOWN_LINE
 
 
 def scope(eqn: Any) -> str:

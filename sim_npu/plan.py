@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,10 +48,17 @@ class TilePlan:
     def __post_init__(self) -> None:
         for name in ("rows", "chunk", "cores"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` of a TilePlan must be at least 1 or None; got {value}.")
-        if self.queue_depth < 1:
-            raise ValueError(f"`queue_depth` of a TilePlan must be at least 1; got {self.queue_depth}.")
+            if value is not None and not _is_count(value):
+                raise ValueError(
+                    f"`{name}` of a TilePlan must be a whole number of at least 1, or None; got {value!r}."
+                )
+        if not _is_count(self.queue_depth):
+            raise ValueError(
+                f"`queue_depth` of a TilePlan must be a whole number of at least 1; got {self.queue_depth!r}."
+            )
+        for name in ("in_place", "bank_pad"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` of a TilePlan must be True or False; got {getattr(self, name)!r}.")
         if self.residency not in (None, *RESIDENCY):
             raise ValueError(f"`residency` of a TilePlan must be one of {RESIDENCY} or None; got {self.residency!r}.")
 
@@ -79,6 +87,10 @@ class TilePlan:
     def tiling(self) -> TilePlan:
         """The part of the plan the kernel itself reads; two plans of equal tiling are one traced kernel."""
         return TilePlan(rows=self.rows, chunk=self.chunk, residency=self.residency)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def is_tunable(fn: Callable) -> bool:

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import numbers
 from typing import Literal, get_args
 
 from sim_npu.chips import ChipSpec, get_chip
-from sim_npu.rounding import MODES, OVERFLOWS, Mode, Overflow, float_format
+from sim_npu.rounding import FORMATS, MODES, OVERFLOWS, Mode, Overflow
 
 Order = Literal["sequential", "lanes64", "tree", "repeats", "halving", "native"]
 ORDERS: tuple[str, ...] = get_args(Order)
@@ -36,6 +37,10 @@ class Kind(enum.IntFlag):
     STATISTIC = 1
     INPUT = 2
     NORMALISED = 3
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +66,7 @@ class PrecisionPolicy:
       approximate_bits: `rsqrt` and `reciprocal` keep this many fraction bits; None for square root, then division.
 
     Raises:
-      ValueError: on an unknown format, order, mode or overflow rule.
+      ValueError: on an unknown format, order, mode or overflow rule, or a value of another type.
 
     >>> PRESETS["fp16_fp32acc"].accumulator
     'fp32'
@@ -82,18 +87,23 @@ class PrecisionPolicy:
     approximate_bits: int | None = None
 
     def __post_init__(self) -> None:
-        if self.data != FROM_INPUT:
-            float_format(self.data)
-        float_format(self.accumulator)
         for name, value, known in (
+            ("data", self.data, (*FORMATS, FROM_INPUT)),
+            ("accumulator", self.accumulator, tuple(FORMATS)),
             ("order", self.order, ORDERS),
             ("cast", self.cast, MODES),
             ("overflow", self.overflow, OVERFLOWS),
         ):
             if value not in known:
                 raise ValueError(f"`{name}` must be one of {', '.join(known)}; got {value!r}.")
-        if self.approximate_bits is not None and not 1 <= self.approximate_bits <= 22:
-            raise ValueError(f"`approximate_bits` must be from 1 to 22 or None; got {self.approximate_bits}.")
+        bits, seed = self.approximate_bits, self.arrival_seed
+        if bits is not None and not (_is_whole(bits) and 1 <= bits <= 22):
+            raise ValueError(f"`approximate_bits` must be a whole number from 1 to 22 or None; got {bits!r}.")
+        if seed is not None and not (_is_whole(seed) and seed >= 0):
+            raise ValueError(f"`arrival_seed` must be a whole number of at least 0 or None; got {seed!r}.")
+        for name in ("wide_statistics", "widen_bf16", "scale_before_sum", "int8_chain"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` must be True or False; got {getattr(self, name)!r}.")
 
     def for_inputs(self, dtypes: tuple[str, ...]) -> PrecisionPolicy:
         """The policy with `data="input"` decided by the dtype names of a kernel's inputs.

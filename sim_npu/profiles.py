@@ -40,10 +40,10 @@ SHIPPED: dict[tuple[str, str], Shipped] = {
     ("910b2", ""): Shipped(launch=2.7365, factor=1.3112, per_mb=0.0535, strength=1.0),
     ("910b2", "rms_norm"): Shipped(launch=3.7696, factor=1.2777, per_mb=0.0701, strength=0.3),
     ("910b2", "group_norm"): Shipped(launch=4.3425, factor=1.0116, per_mb=0.022, strength=0.03),
-    ("950", ""): Shipped(launch=0.7727, factor=1.0788, per_mb=0.0, strength=0.3),
+    ("950", ""): Shipped(launch=0.7845, factor=1.0765, per_mb=0.0, strength=1.0),
     ("950", "rms_norm"): Shipped(launch=1.3046, factor=1.007, per_mb=0.0031, strength=100.0),
     ("950", "group_norm"): Shipped(launch=4.6345, factor=0.96, per_mb=0.0, strength=0.0),
-    ("950", "batch_norm_grad_v3"): Shipped(launch=1.1677, factor=0.9204, per_mb=0.0, strength=10.0),
+    ("950", "batch_norm_grad_v3"): Shipped(launch=1.1635, factor=0.9223, per_mb=0.0, strength=10.0),
 }
 
 

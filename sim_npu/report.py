@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sim_npu.chips import CHIPS
 from sim_npu.cost import OpRow
 from sim_npu.footprint import moves
 from sim_npu.profiles import core_and_bytes, shipped
@@ -37,9 +38,12 @@ def profile_lines(report: SimReport) -> list[str]:
         return []
     fit = shipped(report.profile, report.chip)
     core, moved = core_and_bytes(report.kernels)
+    preset = CHIPS.get(report.chip.name)
+    changed = [] if report.chip == preset else ["fitted on the chip of that name as it is sold; this one was changed"]
     return [
         f"as shipped: {report.total_us:.2f} us = {fit.launch:.2f} launch + {fit.factor:.2f} x {core:.2f} without "
-        f"launch + {fit.per_mb:.3f} x {moved / 1e6:.2f} MB; the kernels below are ideal"
+        f"launch + {fit.per_mb:.3f} x {moved / 1e6:.2f} MB; the kernels below are ideal",
+        *changed,
     ]
 
 

@@ -9,13 +9,15 @@ Steps that copy the same sizes and take the same branches are one *kind* of step
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from sim_npu.chips import ChipSpec
-from sim_npu.ir import BlockUse, Expr, TileProgram, When, dtype_bytes, evaluate, is_known, walk
+from sim_npu.ir import BlockUse, Expr, TileProgram, When, blocks_beyond, dtype_bytes, evaluate, is_known, walk
 from sim_npu.plan import TilePlan
+
+MOST_STEPS = 1 << 26  # arrays of some hundred bytes per step
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Schedule:
       bytes_in, bytes_out: global memory traffic of all cores.
       copies_in, copies_out: copy instructions of all cores.
       core_bytes_in, core_bytes_out: traffic of that core.
+      beyond: steps, of all cores, at which an input block begins behind the end of its array.
     """
 
     cores: int
@@ -70,10 +73,21 @@ class Schedule:
     copies_out: int
     core_bytes_in: int
     core_bytes_out: int
+    beyond: dict[str, int] = field(default_factory=dict)
 
 
 def schedule(program: TileProgram, chip: ChipSpec, plan: TilePlan) -> Schedule:
-    """Deal the steps of `program` to cores and classify them."""
+    """Deal the steps of `program` to cores and classify them.
+
+    Raises:
+      ValueError: for more than `MOST_STEPS` steps, or a block outside of its array.
+    """
+    steps = math.prod(program.grid)
+    if steps > MOST_STEPS:
+        raise ValueError(
+            f"`fn`: the grid {program.grid} of kernel `{program.name}` has {steps:,} steps; at most {MOST_STEPS:,} are "
+            "laid out. Use larger blocks."
+        )
     parallel = [a for a, p in enumerate(program.parallel) if p]
     positions = math.prod(program.grid[a] for a in parallel)
     cores = max(1, min(chip.cores, plan.cores or chip.cores, positions))
@@ -95,6 +109,7 @@ def schedule(program: TileProgram, chip: ChipSpec, plan: TilePlan) -> Schedule:
         copies_out=everything.copies("out"),
         core_bytes_in=mine.total("in"),
         core_bytes_out=mine.total("out"),
+        beyond=everything.beyond,
     )
 
 
@@ -120,6 +135,7 @@ class _Steps:
         self.begins[starts * inner] = True
         self.ends = np.roll(self.begins, -1)
         self.blocks = [b for b in program.blocks if b.space == "ub"]
+        self.beyond: dict[str, int] = {}  # steps at which an input block lies behind its array's end
         self.moves = [self._moves(b) for b in self.blocks]
 
     def _moves(self, block: BlockUse) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -127,12 +143,15 @@ class _Steps:
         new, last = self.begins.copy(), self.ends.copy()
         size = np.full(self.steps, dtype_bytes(block.dtype))
         extents = []
-        for expression, tile, length in zip(block.index, block.block_shape, block.array_shape):
+        for axis, (expression, tile, length) in enumerate(zip(block.index, block.block_shape, block.array_shape)):
             if is_known(expression):
                 index = np.asarray(evaluate(expression, self.axes))
             else:  # unknown: assumed to move at every step, and to stay inside
                 index = np.arange(self.steps) % max(1, length // tile)
             index = np.broadcast_to(index, (self.steps,))
+            number, of = (index, tile) if block.unit == "block" else (index, 1)
+            if steps := blocks_beyond(block.name, block.role, number, axis, of, length):
+                self.beyond[block.name] = steps
             if self.steps > 1:
                 changed = index[1:] != index[:-1]
                 new[1:] |= changed

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sim_npu.chips import ChipSpec
+from sim_npu.arguments import deepest, shapes_of
+from sim_npu.chips import ChipSpec, get_chip
 from sim_npu.footprint import CapacityError
 from sim_npu.hints import hints
 from sim_npu.plan import TilePlan, enumerate_plans
 from sim_npu.result import SimReport
-from sim_npu.simulate import as_shape, simulate
+from sim_npu.simulate import Kernel, programs_of, simulate
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,13 @@ class PlanSearch:
         return self.reports[0]
 
     def table(self, top: int = 10) -> str:
-        """The `top` fastest plans as text."""
+        """The `top` fastest plans as text.
+
+        Raises:
+          ValueError: if `top` is not positive.
+        """
+        if top < 1:
+            raise ValueError(f"`top` must be at least 1; got {top}.")
         lines = [f"{'us':>10}  {'MTE2':>6} {'V':>6} {'MTE3':>6}  {'UB':>5}  plan"]
         for report in self.reports[:top]:
             k = max(report.kernels, key=lambda k: k.total_us)
@@ -56,10 +63,18 @@ def rank_plans(
     """Every plan of `plans` (by default the function's own space times queue depths), simulated and sorted.
 
     Raises:
-      CapacityError: if no plan fits; the text is that of the last one tried.
+      CapacityError: if no plan fits, or `plans` is empty; the text is that of the last one tried.
+      ValueError: if `plans` holds something else, and as `simulate`.
     """
-    shaped = [as_shape(a) for a in args]
-    plans = enumerate_plans(fn, *shaped) if plans is None else plans
+    if plans is None:
+        programs_of(fn, *args, **kwargs)  # mistakes in the arguments are told before tilings are made of them
+        limit = deepest(get_chip(chip))
+        plans = [p for p in enumerate_plans(fn, *shapes_of(args)) if p.queue_depth <= limit]
+    plans = plans if isinstance(plans, TilePlan) else list(plans)
+    if isinstance(plans, TilePlan) or not all(isinstance(p, TilePlan) for p in plans):
+        raise ValueError(f"`plans` must be TilePlans, at least one; got {plans!r}.")
+    if not plans:
+        raise CapacityError("`plans` must be TilePlans, at least one; got none, so none fits.")
     reports, rejected = [], []
     for plan in plans:
         try:
@@ -67,7 +82,7 @@ def rank_plans(
         except CapacityError as error:
             rejected.append((plan, str(error)))
     if not reports:
-        raise CapacityError(rejected[-1][1] if rejected else "`plans` is empty.")
+        simulate(fn, *args, chip=chip, plan=plans[-1], cache=cache, **kwargs)  # says what would fit
     return PlanSearch(tuple(sorted(reports, key=lambda r: r.total_us)), tuple(rejected))
 
 
@@ -89,10 +104,16 @@ def best_plan(
 
 
 def explain(
-    fn: Callable, *args: Any, chip: str | ChipSpec = "910b2", plan: TilePlan | None = None, **kwargs: Any
+    fn: Kernel,
+    *args: Any,
+    chip: str | ChipSpec = "910b2",
+    plan: TilePlan | None = None,
+    profile: str = "ideal",
+    cache: str = "warm",
+    **kwargs: Any,
 ) -> str:
-    """Why a plan takes the time it takes, and what would change it, in a few sentences."""
-    report = simulate(fn, *args, chip=chip, plan=plan, **kwargs)
+    """Why a plan takes the time it takes, and what would change it, in a few sentences; arguments as `simulate`."""
+    report = simulate(fn, *args, chip=chip, plan=plan, profile=profile, cache=cache, **kwargs)
     lines = []
     for k in report.kernels:
         name, bound = k.limit
@@ -103,7 +124,7 @@ def explain(
         )
         tenants = ", ".join(f"{t.name} {t.total / 1024:.0f} KiB" for t in k.ub.biggest())
         lines.append(f"  UB: {k.ub.used / 1024:.0f} of {k.ub.capacity / 1024:.0f} KiB, mostly {tenants}.")
-    for hint in hints(fn, *args, chip=chip, plan=plan, report=report, **kwargs):
+    for hint in hints(fn, *args, chip=chip, plan=plan, report=report, cache=cache, **kwargs):
         lines.append(f"  {hint}")
     return "\n".join(lines)
 
@@ -112,10 +133,13 @@ def compare(reports: Sequence[SimReport]) -> str:
     """Reports side by side; changes are against the first.
 
     Raises:
-      ValueError: for an empty list.
+      ValueError: for an empty list, or something that is no report.
     """
-    if not reports:
-        raise ValueError("`reports` must not be empty.")
+    if isinstance(reports, SimReport) or not (reports := list(reports)):
+        raise ValueError(f"`reports` must be a list of reports, at least one; got {type(reports).__name__}.")
+    for i, r in enumerate(reports):
+        if not isinstance(r, SimReport):
+            raise ValueError(f"`reports[{i}]` must be a SimReport, as `simulate` returns; got {r!r}.")
     first = reports[0].total_us
     lines = [f"{'us':>10} {'change':>8}  {'bytes MB':>9} {'MTE2':>6} {'V':>6} {'MTE3':>6}  what"]
     for r in reports:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import jax
 
 from sim_npu import pallas_adapter
+from sim_npu.arguments import check_call, plan_for, refuse_empty, shapes_of
 from sim_npu.chips import ChipSpec, get_chip
 from sim_npu.cost import BodyCost, body_cost
 from sim_npu.explicit import check_copies, explicit_events, with_explicit_copies
-from sim_npu.footprint import CapacityError, UbMap, queue_depths, ub_map
-from sim_npu.ir import TileProgram
+from sim_npu.footprint import CapacityError, UbMap, clipped, queue_depths, ub_map
+from sim_npu.ir import TileProgram, dtype_bytes
 from sim_npu.memory import Traffic, copy_cycles, core_rates, gap_cost, traffic
 from sim_npu.oprules import FREE
 from sim_npu.plan import TilePlan, is_tunable
@@ -52,9 +54,12 @@ def simulate(
       kwargs: passed to `fn`.
 
     Raises:
-      CapacityError: if the plan does not fit the unified buffer; names the biggest tenants and a plan that fits.
+      CapacityError: if the plan does not fit the unified buffer (names the biggest tenants and a plan that fits), or
+        arrays do not fit the chip's memory.
+      TypeError: for arguments that `fn` does not take.
       UnsupportedKernel: for a kernel without a rule, with primitive and line.
-      ValueError: for an unknown chip, profile or cache, or a function without kernels.
+      ValueError: for an unknown chip, profile or cache, a plan deeper than the chip's queues, an array without
+        elements, or a function without kernels.
 
     >>> from sim_npu import demos
     >>> report = simulate(demos.rms_norm, ((4096, 4096), "bfloat16"), ((4096,), "bfloat16"), chip="910b2")
@@ -62,13 +67,14 @@ def simulate(
     ('rms_norm', 33554432)
     """
     spec = get_chip(chip)
-    if profile.partition(":")[0] not in ("ideal", "as_shipped"):
+    if not isinstance(profile, str) or profile.partition(":")[0] not in ("ideal", "as_shipped"):
         raise ValueError(f"`profile` must be 'ideal', 'as_shipped' or 'as_shipped:operator'; got {profile!r}.")
-    plan = plan or TilePlan()
+    plan = plan_for(plan, spec)
     programs = programs_of(fn, *args, plan=plan, **kwargs)
     name = programs[0].name if not callable(fn) else getattr(fn, "__name__", programs[0].name)
     kernels = []
     for program in programs:
+        _check_memory(program, spec)
         ub = ub_map(program, spec, plan)
         if not ub.fits:
             text = f"kernel `{program.name}` with plan ({plan.describe()}) {ub.complaint()}."
@@ -82,11 +88,11 @@ def simulate(
 
 def programs_of(fn: Kernel, *args: Any, plan: TilePlan | None = None, **kwargs: Any) -> tuple[TileProgram, ...]:
     """The kernels of `fn(*args)` in the simulator's form; traced once per tiling."""
-    if isinstance(fn, TileProgram):
-        return (fn,)
     if not callable(fn):
-        return tuple(fn)
+        return _given(fn, args, kwargs)
     shaped = shapes_of(args)
+    check_call(fn, shaped, kwargs)
+    refuse_empty(shaped)
     if is_tunable(fn):
         kwargs = kwargs | {"plan": (plan or TilePlan()).tiling()}
     try:
@@ -95,6 +101,32 @@ def programs_of(fn: Kernel, *args: Any, plan: TilePlan | None = None, **kwargs: 
     except TypeError:  # a keyword that cannot be a key: trace anew
         return _trace(fn, shaped, kwargs)
     return _trace_cached(fn, key)
+
+
+def _given(fn: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[TileProgram, ...]:
+    """Programs that were written, not traced."""
+    programs = (fn,) if isinstance(fn, TileProgram) else tuple(fn) if isinstance(fn, list | tuple) else ()
+    if not programs or not all(isinstance(p, TileProgram) for p in programs):
+        raise ValueError(
+            f"`fn` must be a function that calls Pallas kernels, a TileProgram, or a sequence of them; got {fn!r}."
+        )
+    if args or kwargs:
+        raise ValueError(
+            f"`args` and keywords are a function's; a TileProgram has its shapes already: got {len(args)} arguments"
+            f"{' and ' + ', '.join(kwargs) if kwargs else ''}."
+        )
+    return programs
+
+
+def _check_memory(program: TileProgram, chip: ChipSpec) -> None:
+    """At least the outputs, and the largest input, lie in the chip's memory at once."""
+    sizes = [(b.role, math.prod(b.array_shape) * dtype_bytes(b.dtype)) for b in program.blocks]
+    least = max(sum(s for role, s in sizes if role == "out"), max((s for _, s in sizes), default=0))
+    if least > chip.hbm_bytes:
+        raise CapacityError(
+            f"`args`: the arrays of kernel `{program.name}` take at least {least / 1e9:,.1f} GB, and {chip.name} has "
+            f"{chip.hbm_bytes / 1e9:,.1f} GB of memory. Use smaller arrays, or a chip with more `hbm_bytes`."
+        )
 
 
 @functools.lru_cache(maxsize=512)
@@ -120,24 +152,6 @@ def _trace(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[TileProgr
     return tuple(programs)
 
 
-def _is_shape(arg: Any) -> bool:
-    return isinstance(arg, tuple) and len(arg) == 2 and isinstance(arg[0], tuple) and not isinstance(arg[1], tuple)
-
-
-def shapes_of(args: tuple) -> tuple:
-    """`args` with a ShapeDtypeStruct in place of every array and every `(shape, dtype)` pair, nested as they are."""
-    return tuple(jax.tree.map(as_shape, a, is_leaf=_is_shape) for a in args)
-
-
-def as_shape(arg: Any) -> Any:
-    """A ShapeDtypeStruct for an array, a struct or a `(shape, dtype)` pair; other values unchanged."""
-    if _is_shape(arg):
-        return jax.ShapeDtypeStruct(arg[0], jax.numpy.dtype(arg[1]))
-    if hasattr(arg, "shape") and hasattr(arg, "dtype"):
-        return jax.ShapeDtypeStruct(arg.shape, arg.dtype)
-    return arg
-
-
 def simulate_program(
     program: TileProgram, chip: ChipSpec, plan: TilePlan, cache: str = "warm", ub: UbMap | None = None
 ) -> KernelResult:
@@ -147,6 +161,12 @@ def simulate_program(
     sched = schedule(program, chip, plan)
     bodies = [body_cost(program.body, chip, ub, kind.choose) for kind in sched.kinds]
     depth = queue_depths(program, chip, plan)
+    notes = [
+        f"Block {name} lies behind the end of its array at {n} steps: nothing is copied there, hardware may read it."
+        for name, n in sched.beyond.items()
+    ]
+    notes += [note for note in [clipped(depth, program, chip, plan)] if note]
+    program = dataclasses.replace(program, notes=(*program.notes, *notes)) if notes else program
     if program.queues:
         sched = with_explicit_copies(program, sched)
     moved = traffic(program, sched, chip, cache)
@@ -269,8 +289,7 @@ def nearest_plan(fn: Kernel, *args: Any, chip: str | ChipSpec, plan: TilePlan, *
         candidates += [c.replace(queue_depth=1) for c in (plan, *candidates)]
         space = getattr(fn, "plan_space", None)
         if space is not None:
-            shaped = [as_shape(a) for a in args]
-            candidates += [c.replace(queue_depth=plan.queue_depth, cores=plan.cores) for c in space(*shaped)]
+            candidates += [c.replace(queue_depth=plan.queue_depth, cores=plan.cores) for c in space(*shapes_of(args))]
     else:
         candidates = [plan.replace(queue_depth=d) for d in range(plan.queue_depth - 1, 0, -1)]
     return next((c for c in candidates if fits(c)), None)

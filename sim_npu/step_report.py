@@ -191,5 +191,11 @@ def compare_steps(before: StepReport, after: StepReport) -> StepChange:
     >>> change = compare_steps(nd, fractal)
     >>> [kind for kind, us in change.kinds.items() if us < 0]
     ['format conversion']
+
+    Raises:
+      ValueError: for something that is no StepReport.
     """
+    for name, report in (("before", before), ("after", after)):
+        if not isinstance(report, StepReport):
+            raise ValueError(f"`{name}` must be a StepReport, as `simulate_step` returns; got {report!r}.")
     return StepChange(before, after)

@@ -21,12 +21,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sim_npu import pallas_adapter as adapter
+from sim_npu.arguments import check_call, plan_for, shapes_of
 from sim_npu.chips import ChipSpec, get_chip
 from sim_npu.ir import TileProgram, dtype_bytes
+from sim_npu.memory import CACHES
 from sim_npu.oprules import FREE
 from sim_npu.plan import TilePlan
 from sim_npu.result import KernelResult
-from sim_npu.simulate import shapes_of, simulate_program
+from sim_npu.simulate import simulate_program
 from sim_npu.step_report import StepOp, StepReport
 from sim_npu.translate import translate
 
@@ -78,7 +80,8 @@ def simulate_step(
         exception.
 
     Raises:
-      ValueError: for an unknown format or choice of branches.
+      TypeError: for arguments that `fn` does not take.
+      ValueError: for an unknown format, cache or choice of branches, or a plan deeper than the chip's queues.
 
     >>> import jax.numpy as jnp
     >>> step = simulate_step(lambda x, w: jnp.tanh(x @ w), ((512, 512), "float16"), ((512, 512), "float16"))
@@ -91,8 +94,15 @@ def simulate_step(
         raise ValueError(f"`plan` must be a TilePlan, a function (name, program) -> TilePlan, or None; got {plan!r}.")
     if branches not in BRANCHES:
         raise ValueError(f"`branches` must be one of {tuple(BRANCHES)}; got {branches!r}.")
-    spec = get_chip(chip)
-    jaxpr = adapter.trace(fn, *shapes_of(args), **kwargs).jaxpr
+    if cache not in CACHES:
+        raise ValueError(f"`cache` must be one of {CACHES}; got {cache!r}.")
+    if not isinstance(fuse, bool):
+        raise ValueError(f"`fuse` must be True or False; got {fuse!r}.")
+    spec, shaped = get_chip(chip), shapes_of(args)
+    if isinstance(plan, TilePlan):
+        plan_for(plan, spec)
+    check_call(fn, shaped, kwargs)
+    jaxpr = adapter.trace(fn, *shaped, **kwargs).jaxpr
     walker = _Walker(spec, plan, fuse, formats, cache, branches)
     walker.walk(jaxpr, {}, _Place(1, ""), [True] * len(jaxpr.outvars))
     ops, notes = tuple(walker.finish()), tuple(dict.fromkeys(walker.notes))

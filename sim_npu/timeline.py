@@ -169,6 +169,18 @@ def _close(a: np.ndarray, b: np.ndarray) -> bool:
     return bool((np.abs(a - b) <= 1e-6 + 1e-9 * np.abs(b)).all())
 
 
+def _distinct(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct rows and, per row, its number. Rows are compared as bytes: np.unique(axis=0) makes a field per column.
+
+    >>> _distinct(np.array([[1, 2], [3, 4], [1, 2]]))[1]
+    array([0, 1, 0])
+    """
+    whole = np.ascontiguousarray(codes)
+    as_bytes = whole.view(np.dtype((np.void, whole.itemsize * whole.shape[1]))).reshape(-1)
+    _, first, kinds = np.unique(as_bytes, return_index=True, return_inverse=True)
+    return whole[first], kinds.reshape(-1)
+
+
 def _runs(codes: np.ndarray) -> list[tuple[int, int]]:
     """(code, length) of each run of equal codes."""
     edges = np.flatnonzero(np.diff(codes)) + 1
@@ -205,8 +217,7 @@ def run_core(
     core.record("S", "set-up", 0.0, setup)
     core.s = setup
     # Positions with the same sequence of kinds are one kind of position.
-    rows, kinds = np.unique(codes, axis=0, return_inverse=True) if codes.shape[1] > 1 else (None, codes[:, 0])
-    kinds = np.asarray(kinds).reshape(-1)
+    rows, kinds = _distinct(codes) if codes.shape[1] > 1 else (None, codes[:, 0])
     width = codes.shape[1]
 
     def position(kind: int) -> None:

@@ -13,8 +13,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from sim_npu.body import Array, Body
-from sim_npu.ir import UNKNOWN, BlockUse, CubeOp, Scratch, Stmt, TileProgram, VecOp, When, axes_of, is_known, walk
+from sim_npu.ir import (
+    UNKNOWN,
+    BlockUse,
+    CubeOp,
+    Scratch,
+    Stmt,
+    TileProgram,
+    VecOp,
+    When,
+    axes_of,
+    evaluate,
+    is_known,
+    walk,
+)
 from sim_npu.pallas_adapter import KernelCall
 
 
@@ -41,6 +56,8 @@ def translate(call: KernelCall) -> TileProgram:
         notes.append("Scalar-prefetch operands are treated as unknown: blocks they move are copied at every step.")
     if any(isinstance(s, When) and not is_known(s.predicate) for s in walk(statements)):
         notes.append("A branch depends on data: its most expensive side is costed at every step.")
+    if any(b.dtype == "float64" for b in blocks):
+        notes.append("The vector unit has no float64: such operations are costed by their bytes alone.")
     parallel = _parallel_axes(call, blocks, scratch, statements)
     return TileProgram(call.name, call.grid, parallel, blocks, scratch, statements, (), tuple(notes))
 
@@ -79,11 +96,25 @@ def _parallel_axes(
     axes = range(len(call.grid))
     for block in blocks:
         if block.role == "out":
-            sequential |= {a for a in axes if a not in block.axes and call.grid[a] > 1}
+            sequential |= {a for a in axes if call.grid[a] > 1 and not _tells(block, a, call.grid)}
     if any(_carried(s.name, body) for s in scratch):
         tested = {a for s in body if isinstance(s, When) for a in axes_of(s.predicate)}
         sequential |= tested or set(axes)
     return tuple(a not in sequential for a in axes)
+
+
+def _tells(block: BlockUse, axis: int, grid: tuple[int, ...]) -> bool:
+    """Whether a block tells the grid index along an axis: no block is visited again at another one."""
+    if axis not in block.axes:
+        return False
+    if any(e == ("axis", axis) for e in block.index) or not all(map(is_known, block.index)):
+        return True
+    shape = [n if a in block.axes else 1 for a, n in enumerate(grid)]
+    places = [i.ravel() for i in np.indices(shape)]
+    indices = np.stack([np.broadcast_to(evaluate(e, places), places[0].shape) for e in block.index], axis=-1)
+    blocks, number = np.unique(indices, axis=0, return_inverse=True)
+    pairs = np.unique(np.stack([number.ravel(), places[axis]], axis=-1), axis=0)
+    return len(pairs) == len(blocks)
 
 
 def _carried(name: str, body: tuple[Stmt, ...]) -> bool:

@@ -279,7 +279,8 @@ def weighted(tiles: Sequence[Array], weights: Sequence[float]) -> Array:
 def sum_rows(t: Array, machine: Machine, serial: int = SERIAL) -> Array:
     """The sum over axis 0, kept as 1, in stages: of n rows added one after the other it is off by sqrt(n) / 6 ulp.
 
-    At most `serial` rows are added so. Triton sums in a tree by itself, and has no parts of a value.
+    At most `serial` rows are added so. Stages are sums and not additions of entries: where values are 16-bit, only sums
+    are wider. Triton sums in a tree by itself, and has no parts of a value.
     """
     n = t.shape[0]
     if machine.masked or n <= max(serial, SERIAL):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from sim_npu.demos.shapes import need_axes
 from sim_npu.plan import TilePlan
 
 PARTS = 48  # partial results, one per vector core of the largest A2 chip
@@ -53,7 +54,11 @@ def channel_stats(
 
     Returns:
       mean `[C]` and m2 `[C]`, float32.
+
+    Raises:
+      ValueError: for an x that is not `[N, C]`.
     """
+    need_axes("x", x, "N, C")
     n, c = x.shape
     parts, rows, turns = _tiles(n, c, x.dtype.itemsize, plan)
 
@@ -80,13 +85,20 @@ def channel_stats(
         else:
             add(False)
 
+    last = pl.cdiv(n, rows) - 1
+
+    def moving(p, t):
+        block = p * turns + t
+        # The last part may have fewer blocks: it stays on its last one, and adds nothing.
+        return (block if parts * turns == last + 1 else jnp.minimum(block, last)), 0
+
     out = jax.ShapeDtypeStruct((parts, 1, c), jnp.float32)
     spec = pl.BlockSpec((None, 1, c), lambda p, t: (p, 0, 0))
     sums, squares = pl.pallas_call(
         partial,
         name="channel_partials",
         grid=(parts, turns),
-        in_specs=[pl.BlockSpec((rows, c), lambda p, t: (p * turns + t, 0))],
+        in_specs=[pl.BlockSpec((rows, c), moving)],
         out_specs=[spec, spec],
         out_shape=[out, out],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),

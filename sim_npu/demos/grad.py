@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from sim_npu.demos.shapes import need_axes, need_shape
 from sim_npu.plan import TilePlan
 
 CORES = 64  # channels are cut so that so many cores have some
@@ -45,8 +46,15 @@ def channel_grad(
 
     Returns:
       dx `[N, C, R]` in x's dtype, dscale `[C]`, dbias `[C]` in float32.
+
+    Raises:
+      ValueError: for arrays of other shapes.
     """
+    need_axes("x", x, "N, C, R")
     n, c, r = x.shape
+    need_shape("dy", dy, (n, c, r), "that of x")
+    for name, given in (("mean", mean), ("rstd", rstd), ("scale", scale)):
+        need_shape(name, given, (c,), "x's channels")
     block = _block(n, c, r, plan or TilePlan())
     nb, cb, rb = block
     flat = r == 1  # [N, C]: channels along lanes
@@ -185,8 +193,14 @@ def channel_scale(
 
     Returns:
       `[N, C, R]` in dy's dtype. No step depends on another, so few channels still use every core.
+
+    Raises:
+      ValueError: for arrays of other shapes.
     """
+    need_axes("dy", dy, "N, C, R")
     n, c, r = dy.shape
+    for name, given in (("scale", scale), ("var", var)):
+        need_shape(name, given, (c,), "dy's channels")
     plan = plan or TilePlan()
     if r == 1:
         cb = min(c, plan.rows or 512)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from sim_npu.demos.shapes import need_axes, need_shape
 from sim_npu.plan import TilePlan
 
 BUDGET = 144 * 1024  # bytes of unified buffer for a group's tiles
@@ -49,11 +50,14 @@ def group_norm(
       `[N, C, R]` in x's dtype.
 
     Raises:
-      ValueError: if `groups` does not divide the channels.
+      ValueError: if `groups` does not divide the channels, x is not `[N, C, R]`, or scale or bias not `[C]`.
     """
+    need_axes("x", x, "N, C, R")
     n, c, r = x.shape
-    if c % groups:
-        raise ValueError(f"`groups` must divide the {c} channels; got {groups}.")
+    for name, array in (("scale", scale), ("bias", bias)):
+        need_shape(name, array, (c,), "x's channels")
+    if not isinstance(groups, int) or groups < 1 or c % groups:
+        raise ValueError(f"`groups` must divide the {c} channels; got {groups!r}.")
     per = c // groups
     plan = plan or TilePlan()
     width = pl.cdiv(r, 16) * 16  # lanes a row takes in the unified buffer

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from sim_npu.demos.shapes import need_axes, need_shape
 from sim_npu.plan import TilePlan
 
 UB_FOR_ROWS = 160 * 1024  # bytes of unified buffer that a default plan fills, leaving room for statistics
@@ -87,7 +88,11 @@ def rms_norm(
 
     Returns:
       `[N, D]` in x's dtype.
+
+    Raises:
+      ValueError: for an x that is not `[N, D]`, or a scale of another length.
     """
+    _check(x, scale)
     plan = plan or TilePlan()
     start = default_plan(x.shape, x.dtype)
     residency = plan.residency or start.residency
@@ -122,6 +127,7 @@ def rms_norm_chunked(
 
     Args and result as `rms_norm`; `plan.chunk` must be a power of two (1024 by default, less for short rows).
     """
+    _check(x, scale)
     plan = plan or TilePlan()
     n, d = x.shape
     chunk = plan.chunk or min(1024, pl.next_power_of_2(d))
@@ -163,6 +169,7 @@ def rms_norm_stream(
 
     Args and result as `rms_norm`.
     """
+    _check(x, scale)
     plan = plan or TilePlan()
     n, d = x.shape
     chunk = min(plan.chunk or 4096, d)
@@ -210,6 +217,11 @@ def rms_norm_stream(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         interpret=interpret,
     )(x, scale.reshape(1, d))
+
+
+def _check(x: Any, scale: Any) -> None:
+    need_axes("x", x, "N, D")
+    need_shape("scale", scale, (x.shape[1],), "x's last axis")
 
 
 def _call(

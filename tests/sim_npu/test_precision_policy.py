@@ -75,12 +75,12 @@ def test_three_orders_of_all_fp16_are_offered():
 @pytest.mark.parametrize(
     "fields, match",
     [
-        ({"data": "fp8"}, "`format` must be one of .*e4m3; got 'fp8'"),
-        ({"accumulator": "input"}, "`format` must be one of .*; got 'input'"),
+        ({"data": "fp8"}, "`data` must be one of .*e4m3, input; got 'fp8'"),
+        ({"accumulator": "input"}, "`accumulator` must be one of .*e4m3; got 'input'"),
         ({"order": "random"}, "`order` must be one of sequential.*; got 'random'"),
         ({"cast": "up"}, "`cast` must be one of rint.*; got 'up'"),
         ({"overflow": "wrap"}, "`overflow` must be one of inf.*; got 'wrap'"),
-        ({"approximate_bits": 0}, "`approximate_bits` must be from 1 to 22 or None; got 0"),
+        ({"approximate_bits": 0}, "`approximate_bits` must be a whole number from 1 to 22 or None; got 0"),
     ],
 )
 def test_unknown_fields_are_named(fields, match):

@@ -109,7 +109,7 @@ def test_a_sum_folds_halves_then_reduces_registers_then_their_sums():
 
 
 def test_short_rows_with_channels_last_pay_for_the_gaps_between_pieces():
-    # 247 samples of 64 channels a tile: pieces of 256 B, 4092 - 256 = 15 * 256 - 4 B apart.
+    # 247 samples of 64 channels a tile: pieces of 256 B, 4092 - 256 B apart.
     program = published_grad.channel_scale((2048, 1023), "float32", CHIP)
     alone = CHIP.replace(l2_gbps=1e6, l2_read_gbps=None)  # cores do not share rates, which change as they are busier
     with_gaps, without = (simulate(program, chip=c, plan=PLAN).kernels[0] for c in (alone, alone.replace(**NO_GAPS)))
@@ -118,8 +118,8 @@ def test_short_rows_with_channels_last_pay_for_the_gaps_between_pieces():
     assert {(s.bursts, s.burst_bytes, s.gap) for s in walk(program.body) if isinstance(s, Copy) and s.bursts > 1} == {
         (247, 256, 3836)
     }
-    gain = 3 * 246 * (3836 % 256) / CHIP.clock_mhz
-    assert with_gaps.busy_us["MTE2"] - without.busy_us["MTE2"] == pytest.approx(0.043 * gain)
+    gain = 3 * 246 * 3836 / CHIP.clock_mhz
+    assert with_gaps.busy_us["MTE2"] - without.busy_us["MTE2"] == pytest.approx(0.005 * gain)
     assert with_gaps.busy_us["MTE3"] - without.busy_us["MTE3"] == pytest.approx(0.0385 * gain)
 
 

@@ -132,9 +132,9 @@ def test_a_whole_chip_can_be_described_from_nothing():
     [
         (lambda: get_chip("910z"), "`chip` must be one of 910b1, .*'910z'"),
         (lambda: get_chip("910b2").replace(core=3), "`core` is not a field of ChipSpec; the fields are name, cores"),
-        (lambda: get_chip("910b2").replace(cores=0), "`cores` of a ChipSpec must be positive; got 0"),
-        (lambda: TilePlan(rows=0), "`rows` of a TilePlan must be at least 1 or None; got 0"),
-        (lambda: TilePlan(queue_depth=0), "`queue_depth` of a TilePlan must be at least 1; got 0"),
+        (lambda: get_chip("910b2").replace(cores=0), "`cores` of a ChipSpec must be a positive whole number; got 0"),
+        (lambda: TilePlan(rows=0), "`rows` of a TilePlan must be a whole number of at least 1, or None; got 0"),
+        (lambda: TilePlan(queue_depth=0), "`queue_depth` of a TilePlan must be a whole number of at least 1; got 0"),
         (lambda: TilePlan(residency="both"), "`residency` of a TilePlan must be one of.*'both'"),
         (lambda: simulate_step(lambda x: x, ((4,), "float32"), formats="nz"), "`formats` must be one of.*'nz'"),
     ],
@@ -149,3 +149,13 @@ def test_a_traced_tiling_is_shared_by_plans_of_other_depths():
 
     a, b = (programs_of(demos.rms_norm, *args, plan=TilePlan(rows=2, queue_depth=d)) for d in (1, 2))
     assert a is b
+
+
+def test_python_work_does_not_grow_with_the_chunks_of_a_row():
+    plan = TilePlan(rows=1, chunk=4096, residency="stream")
+
+    def call():
+        simulate(demos.rms_norm, ((4, 10**8), "float16"), ((10**8,), "float16"), plan=plan)
+
+    call()  # traced
+    assert seconds(call) < 0.5

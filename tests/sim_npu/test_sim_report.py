@@ -152,7 +152,7 @@ def test_explain_and_compare_name_the_bound_and_the_change(report):
 
     assert "speed of light" in explain(demos.rms_norm, *ARGS) and "mostly in0 32 KiB" in explain(demos.rms_norm, *ARGS)
     assert f"{report.total_us / slow.total_us - 1:+.1%}" in compare([slow, report])
-    with pytest.raises(ValueError, match="`reports` must not be empty"):
+    with pytest.raises(ValueError, match="`reports` must be a list of reports, at least one"):
         compare([])
 
 
