@@ -24,12 +24,12 @@ from normlib.kernels.tiling import CORES, Tiling
 # Of whole channels, in µs: a launch; what a walk's instructions cost per turn whatever its size, and the pooling of
 # lanes per tile; an entry, and a byte of it that moves; what an entry costs beside, times the bytes of the copies that
 # it is part of.
-LAUNCH, TURN, POOLED = 4.3, 0.46, 0.88
-ENTRY, BYTE, BURST = 1.34e-4, 5.0e-6, 1.12e-2
+LAUNCH, TURN, POOLED = 4.2, 0.59, 0.93
+ENTRY, BYTE, BURST = 1.13e-4, 4.2e-6, 9.6e-3
 # Of the other way: its three launches; an entry and a byte of it, on one of all cores; an entry of each array but the
 # first that is summed along space.
-PARTS_LAUNCH, PARTS_ENTRY, PARTS_BYTE, PARTS_SPACE = 12.4, 3.24e-4, 1.15e-5, 2.15e-4
-MARGIN = 0.9  # whole channels must be that much cheaper: prices are off by 15 and 17 % (rms)
+PARTS_LAUNCH, PARTS_ENTRY, PARTS_BYTE, PARTS_SPACE = 12.4, 3.2e-4, 1.11e-5, 2.23e-4
+MARGIN = 0.9  # whole channels must be that much cheaper: prices are off by 15 and 18 % (rms)
 MOST_LOOPED = 4096  # entries of a channel that one Triton program walks by itself: one tile, so x is read once or twice
 LEAST_PROGRAMS = 64  # Triton programs: half of a large GPU's multiprocessors
 

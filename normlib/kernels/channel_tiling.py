@@ -14,7 +14,7 @@ from normlib.kernels.machine import Machine
 from normlib.kernels.tile import lanes_per_tile
 from normlib.kernels.tiling import CORES, Tiling
 
-HALVES = 4  # bytes per entry of two halves of a float32 value
+STAGED = 1  # bytes per entry of the first stage of a sum over rows
 
 
 def channel_tilings(
@@ -93,10 +93,10 @@ class _Cuts:
     def rows(self, left: int, entry: int) -> int:
         """Rows for which `left` bytes per row's entry are enough, as asked for and as the machine's tiles allow.
 
-        An entry takes `entry` bytes, and half a value more where rows are summed by halves. 0 for too few.
+        An entry takes `entry` bytes, and some more where rows are summed in stages. 0 for too few.
         """
         _, m, _, _ = self.sets.sides
-        fit = left // (entry + HALVES)
+        fit = left // (entry + STAGED)
         fit = fit if fit > self.sets.serial else min(self.sets.serial, left // entry)
         fit = min(fit, self.asked or m, m)
         multiple = 1 if self.sets.spread else self.machine.row_multiple
