@@ -113,3 +113,14 @@ def test_an_epsilon_below_fp16s_smallest_is_none(eps, survives):
     assert nl.recommended_eps(jnp.float16) == 1e-4
     with nl.use_backend("npu", precision="fp16_fp32acc"):
         np.testing.assert_array_equal(nl.layer_norm(x, eps=1e-8), 0)
+
+
+@pytest.mark.parametrize(
+    ("size", "precision", "survives"),
+    [(30, "fp16", False), (30, "fp16_fp32acc", True), (2000, "fp16_fp32acc", False), (2000, "bf16_fp32acc", True)],
+)
+def test_overflowing_squares_are_nan_and_what_helps_depends_on_what_overflows(size, precision, survives):
+    """The sum of squares of 256 values of 30, or a single square of 2000; never a silent 0."""
+    x = (np.random.default_rng(0).normal(size=(2, 256)) * size).astype(np.float16)
+    y = np.asarray(jax.jit(nl.layer_norm, static_argnames="backend")(x, backend=nl.passes.NpuPass(precision=precision)))
+    assert np.isfinite(y).all() if survives else np.isnan(y).all()
