@@ -37,6 +37,14 @@ CASES = {
 }
 
 
+def on_machines(*machines):
+    """Every case on one machine, in turn; the product is for the night."""
+    return pytest.mark.parametrize(("name", "shape", "groups", "plan", "machine"), [
+        pytest.param(*case, machine, id=f"{k}-{machine}", marks=[] if i % len(machines) == j else [pytest.mark.nightly])
+        for i, (k, case) in enumerate(CASES.items()) for j, machine in enumerate(machines)
+    ])  # fmt: skip
+
+
 def moments(x, groups):
     """Mean and variance of the sets of x (float64), in every channel, and the axes they are over."""
     if groups is None:
@@ -56,8 +64,7 @@ def options(groups):
     return {} if groups is None else {"num_groups": groups}
 
 
-@pytest.mark.parametrize("machine", ["cpu", "tpu", "gpu"])
-@pytest.mark.parametrize(("name", "shape", "groups", "plan"), CASES.values(), ids=CASES)
+@on_machines("cpu", "tpu", "gpu")
 def test_every_tiling_is_the_same_norm(name, shape, groups, plan, machine):
     rng = np.random.default_rng(0)
     x = np.float32(rng.normal(size=shape) + 100)
@@ -76,8 +83,7 @@ def test_every_tiling_is_the_same_norm(name, shape, groups, plan, machine):
         np.testing.assert_allclose(found, wanted.reshape(found.shape), rtol=2e-6)
 
 
-@pytest.mark.parametrize("machine", ["cpu", "gpu"])
-@pytest.mark.parametrize(("name", "shape", "groups", "plan"), CASES.values(), ids=CASES)
+@on_machines("gpu", "cpu")
 def test_every_tiling_is_the_same_backward(name, shape, groups, plan, machine):
     rng = np.random.default_rng(0)
     x, dy = (np.float32(rng.normal(size=shape) + m) for m in (3, 0))
