@@ -22,7 +22,7 @@ from normlib.kernels.channel_tiling import channel_tilings
 from normlib.kernels.channel_walk import Rows, run_channels
 from normlib.kernels.machine import Machine
 from normlib.kernels.phases import Columns, Phase
-from normlib.kernels.tile import at_least_zero, chan, quotient, sum_rows, widened
+from normlib.kernels.tile import activated, at_least_zero, chan, quotient, sum_rows, widened
 from normlib.kernels.tiling import Tiling
 from normlib.moments import two_sum
 
@@ -160,5 +160,5 @@ class _Body:
         s = widened(rows.read(refs[0]))
         y = affine_tile(s, mean if self.centered else None, low, rstd, scale, bias)
         y = y if behind is None else y + behind
-        rows.write(refs[-1], y if self.activation is None else self.activation(y))
+        rows.write(refs[-1], activated(self.activation, y, self.machine))
         return ()

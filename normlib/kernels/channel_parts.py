@@ -21,6 +21,7 @@ from normlib.kernels.column_moments import moments as kernel_moments
 from normlib.kernels.machine import Machine
 from normlib.kernels.rows_grad import Given, through
 from normlib.kernels.sums import sums as kernel_sums
+from normlib.kernels.tile import activated
 from normlib.kernels.view import Shape
 from normlib.moments import Moments
 from normlib.scope import unbroadcast
@@ -143,7 +144,7 @@ def parts_forward(
     def mapped(x, mean, low, rstd, scale, bias, behind):
         z = affine_tile(x, mean, low, rstd, scale, bias)
         z = z if behind is None else z + behind
-        return z if activation is None else activation(z)
+        return activated(activation, z, machine)
 
     y = elementwise(
         mapped, [x, mean, low, rstd, scale, bias, behind], name="affine" if activation is None else "affine_act",

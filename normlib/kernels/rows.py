@@ -18,7 +18,7 @@ from normlib.kernels.affine import affine_tile, as_bytes
 from normlib.kernels.codes import Coder, Coding
 from normlib.kernels.machine import Machine
 from normlib.kernels.phases import Columns, Out, Phase, run_rows
-from normlib.kernels.tile import Chunk, at_least_zero, chan, quotient, weighted, widened
+from normlib.kernels.tile import Chunk, activated, at_least_zero, chan, quotient, weighted, widened
 from normlib.kernels.tiling import lane_bytes, tiling
 from normlib.kernels.view import View
 from normlib.moments import two_sum
@@ -260,4 +260,4 @@ class _Body:
             rstd, scale = rstd * scale, None
         y = affine_tile(s, mean if self.centered else None, low, rstd, scale, bias, where)
         y = y if behind is None else y + behind
-        return (y if self.activation is None else self.activation(y)), s
+        return activated(self.activation, y, self.machine), s

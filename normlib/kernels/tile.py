@@ -296,6 +296,13 @@ def at_least_zero(t: Array) -> Array:
     return jnp.where(t < 0, jnp.zeros((), t.dtype), t)
 
 
+def activated(activation: Callable[[Array], Array] | None, z: Array, machine: Machine) -> Array:
+    """`activation(z)`, or z without one; NaN stays, where Triton's maximum (of a ReLU) would lose it."""
+    if activation is None:
+        return z
+    return jnp.where(z == z, activation(z), z) if machine.masked else activation(z)
+
+
 def quotient(t: Array, by: Array | float, machine: Machine) -> Array:
     """t / by, of a tile and a number or `[1, 1]`, with the same bits wherever it is used.
 

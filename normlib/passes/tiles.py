@@ -21,6 +21,7 @@ from normlib.kernels.channel_parts import merged_moments
 from normlib.kernels.column_moments import moments as kernel_moments
 from normlib.kernels.machine import Machine
 from normlib.kernels.sums import sums as kernel_sums
+from normlib.kernels.tile import activated
 from normlib.moments import Moments, count_entries
 from normlib.passes import channels, coded, whole, xla
 from normlib.passes.placement import Split
@@ -135,7 +136,8 @@ class TilePass:
         """activation(apply(...) + behind), rounded once."""
 
         def tile(*operands):
-            return _behind(activation, affine_tile, *operands)
+            act = functools.partial(activated, activation, machine=self.machine)
+            return _behind(act, affine_tile, *operands)
 
         def kernel(*operands):
             operands = _affine_order(operands)

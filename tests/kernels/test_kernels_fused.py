@@ -176,3 +176,21 @@ def test_they_lower_without_hardware(name, platform):
     assert sim_npu.lower_check(
         with_grads(norm, lowered_for(platform)), cotangents, *arrays, platform=platform
     ).custom_calls
+
+
+def test_an_activation_that_loses_nan_does_not_hide_one_on_a_gpu():
+    """A ReLU in Triton is a maximum, which gives 0 for NaN: here one that does so in the interpreter too."""
+    x = np.float32(np.random.default_rng(0).normal(size=(8, 32)))
+    x[3, 5], x[6] = np.nan, x[6] * 1e30  # a variance that overflows
+    run = PallasPass("gpu", interpret=True)
+    rows = {"axes": (1,), "eps": 1e-5, "centered": True, "dtype": jnp.float32}
+
+    def lossy(z):
+        return jnp.where(z > 0, z, 0.0)
+
+    whole = jax.jit(lambda x: run.forward([x], None, None, None, activation=lossy, **rows).y)(x)
+    one = np.float32([[1.0]])
+    apart = jax.jit(lambda x: run.apply_behind(x, 0 * one, 0 * one, one, None, None, None, None, activation=lossy,
+                                               dtype=jnp.float32))(x)  # fmt: skip
+    assert np.isnan(np.asarray(whole)[[3, 6]]).all() and np.isfinite(np.delete(whole, [3, 6], 0)).all()
+    np.testing.assert_array_equal(apart, np.where(x <= 0, 0, x))
