@@ -46,6 +46,8 @@ def test_a_sum_that_is_rounded_first_stays_rounded(dtype, rule):
 def test_the_wide_copy_is_of_the_rounded_y():
     x, residual = arrays(jnp.bfloat16)
     same(lambda *t: nl.add_rms_norm_cast(*t).y_wide, x, residual)
+    wide = without_casts(lambda *t: nl.add_rms_norm_cast(*t).y_wide, x, residual)
+    assert (np.asarray(wide) == np.asarray(wide.astype(jnp.bfloat16), np.float32)).all()
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])

@@ -16,13 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
 from normlib.kernels.channel_sets import Sets
 from normlib.kernels.machine import Machine
 from normlib.kernels.phases import Columns, Phase
-from normlib.kernels.tile import Operand, launch, output
+from normlib.kernels.tile import Operand, launch, load, output, store
 from normlib.kernels.tiling import Tiling
 
 
@@ -48,19 +47,11 @@ class Rows:
 
     def read(self, ref: Any) -> Array:
         """These rows of `ref`, in its dtype: anything beyond the array, and 0 where loads are masked."""
-        at, inside = self._at(ref)
-        if self.machine.masked and inside is not None:
-            return pltriton.load(ref.at[at], mask=inside, other=jnp.zeros((), ref.dtype))
-        return ref[at]
+        return load(self.machine, ref, *self._at(ref))
 
     def write(self, ref: Any, value: Array) -> None:
         """Store `value` in these rows of `ref`, rounded to its dtype."""
-        at, inside = self._at(ref)
-        value = jnp.broadcast_to(value, self._shape(ref)).astype(ref.dtype)
-        if self.machine.masked and inside is not None:
-            pltriton.store(ref.at[at], value, mask=inside)
-        else:
-            ref[at] = value
+        store(self.machine, ref, *self._at(ref), jnp.broadcast_to(value, self._shape(ref)))
 
     def clean(self, value: Array) -> Array:
         """`value`, of the tile's shape, with 0 beyond the array."""
@@ -167,10 +158,7 @@ class _Channels:
         """The values per channel."""
         for i, value in enumerate(self.columns(done)):
             at = (slice(None), slice(None), pl.ds(i, 1)) if self.sets.spread else (pl.ds(i, 1), slice(None))
-            if self.machine.masked and sides[0] is not None:
-                pltriton.store(targets.at[at], value, mask=sides[0])
-            else:
-                targets[at] = value
+            store(self.machine, targets, at, sides[0], value)
 
     def kept(self, *refs: Any) -> None:
         """The kernel of channels that stay, or that a program loads in a loop."""

@@ -150,22 +150,31 @@ def _row_sums(terms, view, operands, *, number, name, machine, rows, chunk):
     )  # fmt: skip
 
 
-def _column_sums(terms, view, operands, *, number, name, machine, rows, chunk, most=None):
-    a, m, l = view.tile_shape
+def _column_tile(present, shape, *, number, machine, rows, chunk) -> tuple[int, int, int, bool]:
+    """(rows and lanes of a tile, parts at most, whether few warps do) of arrays `present` seen as `shape`."""
+    a, m, l = shape
+    most = machine.parts
     if machine.masked and rows == m:  # a program walks all rows of a few columns: many programs, one launch
         rows, chunk, most = min(m, 128), MERGED_LANES, 1
-    present = [as_bytes(view.array(t)) for t in operands if t is not None]
     # terms of more arrays keep so many values that few warps with long parts would leave a multiprocessor idle
     few = len(present) <= 2 * number and most != 1
-    dtype = wide_dtype(present[0].dtype)
     lanes = lanes_per_tile(l, chunk or machine.column_lanes, machine)
     fit = rows_that_fit(present, lanes, machine, size=a * m * l, extra=4 * (number + 2))
     fit = machine.column_rows // (1 if few else 2) if machine.masked else fit
     if rows is not None and fit < rows and not machine.masked:  # fewer lanes, so that the rows asked for fit
         lanes = lanes_per_tile(l, lanes * fit // rows, machine)
-    tile = rows_per_tile(m, rows or fit, machine)
+    return rows_per_tile(m, rows or fit, machine), lanes, most, few
+
+
+def _column_sums(terms, view, operands, *, number, name, machine, rows, chunk):
+    a, m, l = view.tile_shape
+    present = [as_bytes(view.array(t)) for t in operands if t is not None]
+    dtype = wide_dtype(present[0].dtype)
+    tile, lanes, most, few = _column_tile(
+        present, view.tile_shape, number=number, machine=machine, rows=rows, chunk=chunk
+    )  # fmt: skip
     blocks = pl.cdiv(m, tile)
-    parts = min(most or machine.parts, blocks)
+    parts = min(most, blocks)
     turns = pl.cdiv(blocks, parts)
     parts = pl.cdiv(blocks, turns)
     # where steps run in order, tiles of a part are steps of the grid; elsewhere a program walks them

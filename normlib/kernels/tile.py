@@ -56,19 +56,15 @@ class Chunk:
     def read(self, ref: Any, *, clean: bool = False) -> Array:
         """This part of `ref`, in its dtype; with `clean` 0 beyond the array, else anything there."""
         at, inside = self._at(ref)
-        if self.machine.masked and inside is not None:
-            return pltriton.load(ref.at[at], mask=inside, other=jnp.zeros((), ref.dtype))
-        value = ref[at]
+        value = load(self.machine, ref, at, inside)
+        if self.machine.masked:
+            return value
         return jnp.where(inside, value, jnp.zeros((), ref.dtype)) if clean and inside is not None else value
 
     def write(self, ref: Any, value: Array) -> None:
         """Store `value` in this part of `ref`, rounded to its dtype."""
         at, inside = self._at(ref)
-        value = jnp.broadcast_to(value, self._shape(ref)).astype(ref.dtype)
-        if self.machine.masked and inside is not None:
-            pltriton.store(ref.at[at], value, mask=inside)
-        else:
-            ref[at] = value
+        store(self.machine, ref, at, inside, jnp.broadcast_to(value, self._shape(ref)))
 
     def add(self, ref: Any, value: Array) -> None:
         """Add the sum of `value` over rows to this part of `ref`, `[1, lanes]`."""
@@ -139,6 +135,21 @@ class _Part:
 def _banded(index: Any, rows: Any) -> tuple[Any, Any]:
     """`index` of a band, which takes all of its rows, as one of the block."""
     return (rows, slice(None)) if index is Ellipsis else (rows, index[1])
+
+
+def load(machine: Machine, ref: Any, at: Any, inside: Array | None) -> Array:
+    """`ref[at]`, of its shape; where the machine masks, 0 for what is not `inside` the array."""
+    if machine.masked and inside is not None:
+        return pltriton.load(ref.at[at], mask=inside, other=jnp.zeros((), ref.dtype))
+    return ref[at]
+
+
+def store(machine: Machine, ref: Any, at: Any, inside: Array | None, value: Array) -> None:
+    """`ref[at] = value`, rounded to its dtype; where the machine masks, only what is `inside` the array."""
+    if machine.masked and inside is not None:
+        pltriton.store(ref.at[at], value.astype(ref.dtype), mask=inside)
+    else:
+        ref[at] = value.astype(ref.dtype)
 
 
 @dataclass(frozen=True)
